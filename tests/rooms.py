@@ -72,6 +72,25 @@ ROOMS = (
         tests=("test_commands.py",),
     ),
     Room(
+        name="follow",
+        goes="`evaluate --follow` does not evaluate checkpoints beside training; `report` still"
+        " shows what it has written.",
+        files=("follow.py",),
+        word=r"--follow|follow_run|arguments\.follow",
+        lines={"commands.py": 5},
+        tests=("test_follow.py",),
+        needs=("commands",),
+    ),
+    Room(
+        name="model_card",
+        goes="export/ has no README.md.",
+        files=("model_card.py",),
+        word="model_card",
+        lines={"checkpoint/exporting.py": 3, "tests/runs.py": 1},
+        tests=("test_model_card.py",),
+        needs=("commands",),  # its code to load the weights
+    ),
+    Room(
         name="provenance",
         goes="run.json does not say which code, packages and command a run had, and preflight does"
         " not compare packages.",
@@ -138,7 +157,7 @@ ROOMS = (
             "accelerator.py": 9,
             "parallel.py": 6,
             "evaluate.py": 3,
-            "commands.py": 7,
+            "commands.py": 5,
             "records/log.py": 1,
         },
         needs=("blocks",),

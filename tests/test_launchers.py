@@ -383,6 +383,58 @@ def test_slurm_has_a_spare_take_the_place_of_a_node_that_is_lost(three_hosts):
     hosts.assert_finished_with_the_right_weights(400)
 
 
+# In place of the launcher: node 0 blames hosts, and all nodes end the first start with a code.
+BLAMING = """
+[ -n "${SLURM_RESTART_COUNT:-}" ] && exit 0
+[ "$SLURM_NODEID" = 0 ] && printf "$BLAMES" > "$BLAMED_NODES"
+exit "$CODE"
+"""
+
+
+@pytest.mark.parametrize(
+    ("blames", "options", "code", "nodes", "excluded", "told"),
+    [
+        ("host1.cluster\\n", (), "75", "host[0,2]", "host1", "left out of the next start: host1"),
+        ("host1\\n", (), "1", "host[0,2]", "host1", "left out of the next start: host1"),
+        ("host0\\nhost1\\n", (), "75", "host[0-1]", "(null)", "more than half of the nodes"),
+        ("other\\n", (), "75", "host[0-1]", "(null)", "requeueing"),
+        ("host1\\n", ("--exclude=host2",), "75", "host[0-1]", "host2", "1 usable nodes, too few"),
+    ],
+)
+def test_slurm_leaves_a_node_that_is_blamed_out_of_the_next_start(
+    three_hosts, blames, options, code, nodes, excluded, told
+):
+    hosts = three_hosts
+    stub = hosts.folder / "stubs/python"
+    stub.parent.mkdir()
+    stub.write_text(f"#!/bin/bash\n{BLAMING}")
+    stub.chmod(0o755)
+    path = f"{stub.parent}:{os.environ['PATH']}"
+    slurm = SlurmCluster(hosts, {"PATH": path, "BLAMES": blames, "CODE": code})
+    job = slurm.submit(
+        *options, "--nodes=2", "--gpus-per-node=2", "launch/slurm.sbatch", "--config", "tiny.yaml"
+    )
+    hosts.wait_for(lambda: ended(slurm, job, "COMPLETED"))
+    about = slurm.about(job)
+    assert told in slurm.output(job)
+    assert (about["NodeList"], about["ExcNodeList"], about["Restarts"]) == (nodes, excluded, "1")
+    assert not list(hosts.folder.glob(".blamed*"))
+
+
+def test_slurm_leaves_out_the_node_whose_gpu_has_failed(three_hosts):
+    """By the real launcher, after its restarts in place."""
+    hosts = three_hosts
+    slurm = SlurmCluster(hosts, ENVIRONMENT | {"PROCESSES_PER_NODE": "1"})
+    fails = ("--recipe.fault", "device_error", "--recipe.fault_at", "30")
+    more = ("--checkpoints.every_steps", "10", "--recipe.seconds", "0")
+    job = submit(slurm, *STOPS_AT, *fails, *more, options=("--nodes=2",))
+    left_out = "left out of the next start: host1"
+    hosts.wait_for(lambda: left_out in slurm.output(job))
+    hosts.wait_for(lambda: slurm.about(job)["NodeList"] == "host[0,2]")
+    assert slurm.about(job)["ExcNodeList"] == "host1"
+    slurm.call("scancel", job)
+
+
 # ---- Kubernetes ----------------------------------------------------------------------------------
 POD = manifests("kubernetes.yaml")["Job"]["spec"]["template"]["spec"]["containers"][0]
 TRAIN_JOB = manifests("kubeflow.yaml")["TrainJob"]["spec"]["trainer"]

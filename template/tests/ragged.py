@@ -168,6 +168,8 @@ def strike(fault: str) -> None:
         raise ValueError("this rank was told to fail")
     if fault == "out_of_memory":
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB.")
+    if fault == "device_error":
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
     if fault == "exit":
         sys.exit(0)
     if fault in ("leave", "preempt"):

@@ -10,7 +10,10 @@ from ragged import Ragged
 
 from my_project.config import BatchesConfig, Config, OptimConfig, TelemetryConfig
 
-EXPORTED = {"config.yaml", "data_info.json", "step.json"}  # beside the weights
+EXPORTED = {  # beside the weights
+    *("config.yaml", "data_info.json", "step.json"),
+    "README.md",  # model_card
+}
 
 
 def quick(count: int, cases: Any) -> list[Any]:

@@ -20,6 +20,7 @@ import torch
 import yaml
 from documents import PROJECT, blocks, commands, predict_as_typed, text_of, train_as_typed
 from my_project.launching.summary import print_finished
+from my_project.process import PREEMPTED
 from my_project.run_files import read_status
 from runs import records, status, weights
 from safetensors.torch import load_file
@@ -285,6 +286,30 @@ def check_schedule() -> None:
     config = OptimConfig(lr=1.0, schedule="rsqrt", warmup_steps=4)  # type: ignore[arg-type]
     rates = [names["learning_rate"](step, 100, config) for step in (1, 4, 16, 64)]
     assert rates == [0.5, 1.0, 0.5, 0.25]
+
+
+def check_spot() -> None:
+    task = yaml.safe_load(blocks(page_of("spot"), "yaml")[0])
+    assert len(blocks(page_of("spot"), "yaml")[0].splitlines()) <= 20
+    assert task["resources"]["job_recovery"]["recover_on_exit_codes"] == [PREEMPTED]
+    Path("python").write_text('#!/bin/bash\nprintf "%s\\n" "$@"\n')
+    Path("python").chmod(0o755)
+    path = {"PATH": f"{Path.cwd()}:/usr/bin:/bin"}
+    words = subprocess.run(
+        ["bash", "-ec", task["run"]],
+        env=path | task["envs"],
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout.split()
+    assert words[:3] == ["-m", "my_project", "train"]
+    assert (PROJECT / words[3]).is_file()
+    assert words[4:] == ["--checkpoints.mirror", "s3://my-bucket/runs"]
+    schemas = pytest.importorskip("sky.utils.schemas", reason="skypilot is not installed")
+    import jsonschema
+
+    jsonschema.validate(task, schemas.get_task_schema())
+    jsonschema.validate(task["resources"], schemas.get_resources_schema())
 
 
 def check_start_from_weights() -> None:

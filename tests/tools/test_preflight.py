@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from my_project.process import note_blamed
 from my_project.tools import preflight
 from runs import make_config, quick
 from world import run_world
@@ -118,3 +119,20 @@ def test_what_is_wrong_with_a_node_is_named(found, sentence):
     assert preflight.judge([process(), process(pinned_bytes=-1), process()]) == []
     (problem,) = preflight.judge([process(), process(), process(host="b", **found)])
     assert sentence in problem
+
+
+def test_hosts_at_fault_are_blamed_and_written_for_a_scheduler(tmp_path, monkeypatch):
+    """A link blames nobody alone: either end may be slow."""
+    hosts = [*"abcd"]
+    good = [process(host=host) for host in hosts]
+    links = {(a, b): 8.0 for a in hosts for b in hosts if a < b}
+    one = links | {("a", "b"): 1.0}
+    assert preflight.blamed(good, links) == preflight.blamed(good, one) == set()
+    assert preflight.blamed(good, one | {("b", "c"): 1.0}) == {"b"}
+    assert preflight.blamed([*good[:3], process(host="d", wrong_values=2)], links) == {"d"}
+    assert preflight.blamed([*good[:3], process(host="d", flops=5e14)], links) == {"d"}
+    note_blamed({"b"})  # no scheduler asks
+    monkeypatch.setenv("BLAMED_NODES", str(tmp_path / "blamed"))
+    for host in "bd":
+        note_blamed({host})
+    assert (tmp_path / "blamed").read_text() == "b\nd\n"

@@ -320,3 +320,26 @@ def test_pictures_come_from_the_run_folder_alone(trained, tmp_path):
     (run / "b/c.jpg").write_bytes(b"\xff\xd8\xff jpeg")
     kinds = [source.partition(",")[0] for source in report(run).pictures]
     assert kinds == ["data:image/png;base64", "data:image/jpeg;base64"]
+
+
+def test_evaluations_beside_training_are_drawn_and_marked(trained, tmp_path):
+    """Of a step that training has evaluated its own; of a step trained again the last line."""
+    run = copy(trained, tmp_path / "run", [])
+    shutil.copy(trained / "metrics.jsonl", run)
+    name = "validation/accuracy"
+    before = report(run)
+    lines = [{"step": step, "time": BEGAN, name: 0.125 * step} for step in (1, 3, 3, 10)]
+    lines[2][name] = 0.875
+    text = "".join(json.dumps({"kind": "evaluation"} | line) + "\n" for line in lines)
+    (run / "evaluations.jsonl").write_text(text + "damaged\n")
+    page = report(run)
+    assert "3 (beside training)" in page.text
+    assert "0.875" in page.text
+    assert page.text.count("beside training") == len({1, 3, 10} - own_steps(run, name))
+    assert "evaluations.jsonl has damaged lines" in page.text
+    assert "beside training" not in before.text
+
+
+def own_steps(run: Path, name: str) -> set[int]:
+    records = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
+    return {record["step"] for record in records if name in record}

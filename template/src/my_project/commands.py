@@ -10,7 +10,7 @@ import os
 import sys
 import tempfile
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from .config import Config, ConfigError
 from .exits import make_parser, run, run_on_all_ranks
@@ -18,6 +18,9 @@ from .process import LAUNCHER
 from .recipe import PARAMETERS, Recipe, optional
 from .safety.search_path import run_folder
 from .words import rendered, say
+
+if TYPE_CHECKING:
+    from accelerate import Accelerator
 
 NUM_SAMPLES = 16
 
@@ -28,6 +31,7 @@ def evaluate(words: list[str]) -> None:
 
     python -m my_project evaluate runs/image_classification
     python -m my_project evaluate runs/image_classification/checkpoints/step_00000100
+    python -m my_project evaluate runs/image_classification --follow
 
     accelerate launch --config_file accelerate_configs/multi_gpu.yaml \
         -m my_project evaluate runs/image_classification
@@ -39,11 +43,16 @@ def evaluate(words: list[str]) -> None:
     parser.add_argument("folder", help="a run folder, an export or a checkpoint")
     _add_trust(parser)
     parser.add_argument("--json", action="store_true", help="print one line of JSON")
+    parser.add_argument("--follow", action="store_true", help="each checkpoint, as it appears")
     arguments = parser.parse_args(words)
     LAUNCHER.watch()  # before torch is imported
     output = sys.stdout
     if arguments.json:  # standard output is for the JSON alone
         sys.stdout = sys.stderr
+    if arguments.follow:
+        from .follow import follow_run
+
+        run_on_all_ranks(follow_run, arguments, output)
     run_on_all_ranks(print_evaluation, arguments, output)
 
 
@@ -52,41 +61,26 @@ def print_evaluation(arguments: argparse.Namespace, output: Any = None) -> int:
 
     The weights are those that training evaluates: a checkpoint's EMA, if it has one.
     """
-    from accelerate.utils import DynamoBackend
-
-    from . import contract, evaluate, weights
+    from . import evaluate, weights
     from .accelerator import check_launch, start_accelerator
     from .checkpoint import resuming
     from .files import finite
-    from .sharding import is_sharding, model_for_sharding
-    from .words import format_metric
 
     folder = weights.weights_folder(Path(arguments.folder))
     config = weights.config_beside(folder, arguments.trust, Path(arguments.folder))
     check_launch(config)
     data_info, datasets = validation_sets(config)
     with start_accelerator(config) as accelerator:
-        if dynamo := accelerator.state.dynamo_plugin:
-            dynamo.backend = DynamoBackend.NO  # evaluation is not compiled
         is_export = weights.is_export(folder)
         if not is_export:
             resuming.refuse_damaged(folder, resuming.find_damage_together(accelerator, folder))
             weights.refuse_trained_view(folder)
-        model: Any = None
-        loads_shards = not (is_export and optional(config.recipe, "load"))  # for sharding
-        if is_sharding(accelerator) and loads_shards:
-            model = model_for_sharding(accelerator, config, data_info)
-            weights.load_weights(folder, model.model)  # into its shards: sharding
-        if model is None:
-            if is_export:
-                plain = weights.load_model(folder, config, data_info)
-            else:
-                plain = contract.build_model(config, data_info)
-                weights.load_weights(folder, plain)
-            wrapper = contract.RecipeModule(plain)
-            if is_sharding(accelerator):
-                wrapper = wrapper.to(accelerator.device)  # which accelerate leaves to sharding
-            model = accelerator.prepare_model(wrapper, evaluation_mode=True)
+        if is_export and optional(config.recipe, "load"):
+            plain = weights.load_model(folder, config, data_info)
+            model = prepared_model(accelerator, config, data_info, plain)
+        else:
+            model = prepared_model(accelerator, config, data_info)
+            weights.load_weights(folder, model.model)
         step = weights.step_of_weights(folder)
         results = evaluate.evaluate(accelerator, config, model, datasets, step)
         if accelerator.is_main_process:
@@ -94,11 +88,46 @@ def print_evaluation(arguments: argparse.Namespace, output: Any = None) -> int:
                 found = json.dumps({"weights": str(folder)} | finite(results), allow_nan=False)
                 print(found, file=output)
             else:
-                say(folder)
-                width = max(map(len, results), default=0)
-                for name, value in results.items():
-                    say(f"  {name:{width}}  {format_metric(value)}")
+                say_results(folder, results)
     return 0
+
+
+def prepared_model(
+    accelerator: "Accelerator", config: Config, data_info: dict[str, Any], plain: Any = None
+) -> Any:
+    """Return a model prepared for evaluation. Called by every rank.
+
+    Args:
+        accelerator: of this process.
+        config: of the run.
+        data_info: from the recipe's prepare_data.
+        plain: a model that has its weights; None: build the recipe's, whose weights are to be
+            filled in.
+    """
+    from accelerate.utils import DynamoBackend
+
+    from . import contract
+    from .sharding import is_sharding, model_for_sharding
+
+    if dynamo := accelerator.state.dynamo_plugin:
+        dynamo.backend = DynamoBackend.NO  # evaluation is not compiled
+    if plain is None and is_sharding(accelerator):
+        return model_for_sharding(accelerator, config, data_info)
+    model = contract.build_model(config, data_info) if plain is None else plain
+    wrapper = contract.RecipeModule(model)
+    if is_sharding(accelerator):
+        wrapper = wrapper.to(accelerator.device)  # which accelerate leaves to sharding
+    return accelerator.prepare_model(wrapper, evaluation_mode=True)
+
+
+def say_results(folder: Path, results: dict[str, float]) -> None:
+    """Print the results of an evaluation below the folder of the weights, a line each."""
+    from .words import format_metric
+
+    say(folder)
+    width = max(map(len, results), default=0)
+    for name, value in results.items():
+        say(f"  {name:{width}}  {format_metric(value)}")
 
 
 # ---- predict -------------------------------------------------------------------------------------

@@ -17,7 +17,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -129,8 +129,16 @@ def stacks_file(logs: str, rank: int) -> Path:
 START = "LAUNCH_START"  # the variable with the name of this start in starts.jsonl
 NODES = "LAUNCH_NODES"  # the variable that says how many nodes take part: "3 of 4"
 LOGS = "LAUNCH_LOGS"  # the variable with the folder into which this process writes its output
+BLAMED = "BLAMED_NODES"  # the variable with a file for hosts to leave out, see slurm.sbatch
 DRY_RUN = "LAUNCH_DRY_RUN"  # the variable that is set in a dry run, in which each check has a line
 STDERR: list[int] = []  # a copy of the terminal's, once a log file has taken its place
+
+
+def note_blamed(hosts: Iterable[str]) -> None:
+    """Write down hosts that are at fault, for a scheduler that can leave them out of a next try."""
+    if path := os.environ.get(BLAMED):
+        with suppress(OSError), open_own(path, "ab") as file:
+            file.write("".join(f"{host}\n" for host in hosts).encode())
 
 
 def can_redraw() -> bool:

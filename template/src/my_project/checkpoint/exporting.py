@@ -5,6 +5,7 @@
       config.yaml              of the run
       data_info.json           what the recipe's prepare_data has returned
       step.json                the step of the weights
+      README.md                the model card; in export/ alone
 
 A recipe may write other files than model.safetensors, see recipe.py. weights.py reads exports.
 """
@@ -18,6 +19,7 @@ from torch import Tensor, nn
 
 from .. import contract
 from ..config import to_yaml
+from ..model_card import write_model_card
 from ..recipe import optional
 from ..run_folder import Run
 from .saving import Checkpoints, Read
@@ -67,6 +69,8 @@ def export(
         (folder / "config.yaml").write_text(to_yaml(run.config), encoding="utf-8")
         (folder / "data_info.json").write_text(json.dumps(data_info))
         (folder / "step.json").write_text(json.dumps({"step": run.step}))
+        if name == "export":  # best/ has no model_card
+            write_model_card(run, model, folder)
 
     def write(folder: Path, read: Read) -> None:
         def value(key: str) -> Tensor:

@@ -36,6 +36,7 @@ from ..run_files import (
 )
 
 CAUSES = ("lost contact", "lost node", "device error")
+OF_A_HOST = ("lost node", "device error")  # causes that another host does not have
 REPORT_SECONDS = 5.0  # for the reports of the others when a process was ended by a signal
 EXIT_SECONDS = 1.0  # when one has exited, which has reported why
 SAVE_SECONDS = 10.0  # for a checkpoint that is being written

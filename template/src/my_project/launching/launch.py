@@ -70,6 +70,7 @@ from ..process import (
     START,
     never_fail_to_print,
     no_garbage_collection,
+    note_blamed,
     say_that_it_imports,
     stacks_file,
 )
@@ -595,7 +596,14 @@ def main(arguments: list[str]) -> int:
     folder = launch.config.folder
     marks = [-1] if starts_over_now(launch.config) else attempts.marks(folder)
     workers = get_ready(launch)
-    code = workers if isinstance(workers, int) else run(launch, workers).tell()
+    if isinstance(workers, int):
+        code = workers
+    else:
+        ending = run(launch, workers)
+        code = ending.tell()
+        failure = ending.status.failure if ending.is_new else None
+        if failure and failure.cause in attempts.OF_A_HOST and not launch.node_rank:
+            note_blamed([failure.host])
     if not launch.own.requeue:
         return code
     code, why = attempts.requeue(folder, marks, code)

@@ -25,6 +25,7 @@ import statistics
 import sys
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
@@ -42,7 +43,7 @@ from ..accelerator import check_launch, start_accelerator
 from ..config import to_yaml
 from ..files import code_digest, wait_until, write_atomically
 from ..loading import layout
-from ..process import process_name, world
+from ..process import note_blamed, process_name, world
 from ..provenance import installed
 from ..ranks import gather_on_main, on_main_then_broadcast
 from ..records.recorder import check_outputs
@@ -267,6 +268,23 @@ def judge(by_rank: list[dict[str, Any]]) -> list[str]:
     return problems
 
 
+def blamed(by_rank: list[dict[str, Any]], links: dict[tuple[str, str], float]) -> set[str]:
+    """Return the hosts at fault: a wrong value, a slow GPU, or several slow links.
+
+    Args:
+        by_rank: what each rank has found.
+        links: bytes per second of each pair of hosts.
+    """
+    hosts = {one["host"] for one in by_rank if one["wrong_values"]}
+    if "gpu" in by_rank[0]["agree"]:
+        speeds = [one["flops"] for one in by_rank]
+        limit = SLOW_GPU * statistics.median(speeds) if len(speeds) > 2 else 0.0
+        hosts |= {one["host"] for one in by_rank if one["flops"] < limit}
+    limit = SLOW_LINK * statistics.median(links.values()) if len(links) > 2 else 0.0
+    slow_ends = Counter(host for pair, speed in links.items() if speed < limit for host in pair)
+    return hosts | {host for host, count in slow_ends.items() if count > 1}
+
+
 # ---- the command ---------------------------------------------------------------------------------
 def main(config: Config) -> int:
     """Run all checks, print the results, and return the exit code."""
@@ -317,6 +335,7 @@ def report(by_rank: list[dict[str, Any]], size: int, config: Config) -> int:
     hosts = [one["host"] for one in firsts]
     speeds = link_speeds([one["seconds"] for one in firsts], size)
     links = {f"{hosts[a]} and {hosts[b]}": speed for (a, b), speed in speeds.items()}
+    note_blamed(sorted(blamed(by_rank, {(hosts[a], hosts[b]): v for (a, b), v in speeds.items()})))
     problems += slow(links, SLOW_LINK)
     table = [["node", "ranks", "GPU", "CPUs", "clock", "product", "verdict"]]
     for one, ranks in zip(firsts, nodes(), strict=True):

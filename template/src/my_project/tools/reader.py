@@ -88,9 +88,9 @@ class Run:
                 self.problems.append(f"errors/{path.name} is damaged, so it is left out.")
         return {launch: sorted(of, key=lambda one: one.time) for launch, of in found.items()}
 
-    def each_record(self) -> Iterator[dict[str, Any]]:
-        """Yield the records of metrics.jsonl one by one; {} for a damaged line."""
-        path = self.folder / "metrics.jsonl"
+    def each_record(self, name: str = "metrics.jsonl") -> Iterator[dict[str, Any]]:
+        """Yield the records of a file one by one; {} for a damaged line."""
+        path = self.folder / name
         try:
             yield from each_record(path)
         except OSError:

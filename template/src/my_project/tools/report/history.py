@@ -85,7 +85,7 @@ def read_history(folder: Path) -> History:
     columns = {name: array("d") for name in COLUMNS}
     damaged = 0
     for record in history.run.each_record():
-        if not (record and type(record["step"]) is int and 0 <= record["step"] < 2**53):
+        if not is_sound(record):
             damaged += 1
             continue
         if kind_of(record) == "interval":
@@ -110,7 +110,26 @@ def read_history(folder: Path) -> History:
     if damaged or (history.run.status.step and not history.last["step"]):
         problem = f"metrics.jsonl is missing or damaged: {damaged:,} lines are left out."
         history.run.problems.append(problem)
+    note_followed(history)
     return history
+
+
+def is_sound(record: dict[str, Any]) -> bool:
+    """Return whether a record has a step that can be drawn."""
+    return bool(record) and type(record["step"]) is int and 0 <= record["step"] < 2**53
+
+
+def note_followed(history: History) -> None:
+    """Add the evaluations beside training, of steps that training has not evaluated itself."""
+    own = {one["step"] for one in history.evaluations}
+    records = [*history.run.each_record("evaluations.jsonl")]
+    # of a step that was trained again the last one
+    followed = {record["step"]: record for record in records if is_sound(record)}
+    for step in followed.keys() - own:
+        note(history, followed[step] | {"kind": "evaluation", "is_followed": True})
+    history.evaluations.sort(key=lambda one: one["step"])
+    if not all(map(is_sound, records)):
+        history.run.problems.append("evaluations.jsonl has damaged lines, which are left out.")
 
 
 def note(history: History, record: dict[str, Any]) -> None:

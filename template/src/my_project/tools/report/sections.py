@@ -254,9 +254,10 @@ def evaluations(run: History, most_bytes: int) -> str:
     for one in shown:
         results = one["results"]
         values = [format_number(results[name]) if name in results else "" for name in names]
-        rows.append([f"{one['step']:,}{' (best)' * (one is best)}", *values])
+        marks = " (best)" * (one is best) + " (beside training)" * ("is_followed" in one)
+        rows.append([f"{one['step']:,}{marks}", *values])
     parts = [table([f"Step (newest of {len(run.evaluations):,})", *names], rows)]
-    for newest in shown[:1]:
+    for newest in [one for one in shown if "is_followed" not in one][:1]:
         sample = escape(text(newest.get("sample")), 4000)
         samples = f"<pre>{sample}</pre>" * bool(sample)
         names = words(newest.get("pictures"))[:MOST_EVENTS]

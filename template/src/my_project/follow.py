@@ -1,0 +1,285 @@
+"""Evaluate the checkpoints of a run beside its training, as they appear: `evaluate --follow`.
+
+On another GPU, on the CPU, or on a host that sees the run folder. Each evaluation is a line of
+evaluations.jsonl (docs/run-folder.md). Nothing else in the run folder is written, and training
+waits for nothing: the only lock is one on that file, and a checkpoint that training removes while
+it is read is passed over. The checkpoints without a line are evaluated, the oldest first, so the
+same command goes on after it was ended. It ends when the run has finished and none is left.
+"""
+
+import argparse
+import fcntl
+import hashlib
+import json
+import logging
+import os
+import socket
+import time
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import IO, Any
+
+from accelerate import Accelerator
+from safetensors import SafetensorError
+from torch import nn
+
+from . import commands, weights
+from .accelerator import check_launch, start_accelerator
+from .checkpoint.resuming import find_damage_together
+from .config import Config, ConfigError
+from .evaluate import evaluate
+from .files import FormatError, TransientError, finite, open_own
+from .manifest import read_manifest
+from .process import world
+from .ranks import gather_on_main, on_main_then_broadcast
+from .run_files import checkpoints, parse_record, read_info, read_status
+
+logger = logging.getLogger(__name__)
+POLL_SECONDS = 2.0
+Version = tuple[str, int, int]  # of the folder of a checkpoint
+
+
+def follow_run(arguments: argparse.Namespace, output: Any = None) -> int:
+    """Evaluate the checkpoints of a run until it has finished; print each line or its metrics.
+
+    Raises:
+        ConfigError: the folder is not a run, or its checkpoints do not fit the model.
+        TransientError: another process follows the run, or the run was started over.
+    """
+    run = Path(arguments.folder)
+    if not (run / "run.json").is_file():
+        raise ConfigError(f"{run} is not a run that has begun; give the run folder of one.")
+    config = weights.config_beside(run, arguments.trust, run)
+    check_launch(config)
+    json_to = output if arguments.json else None
+    with Evaluations(run=run, config=config) as results:
+        data_info, datasets = commands.validation_sets(config)
+        with start_accelerator(config) as accelerator:
+            model = commands.prepared_model(accelerator, config, data_info)
+            evaluate_all(accelerator, results, model, datasets, json_to)
+    return 0
+
+
+def evaluate_all(
+    accelerator: Accelerator,
+    results: "Evaluations",
+    model: Any,
+    datasets: dict[str, Any],
+    json_to: Any,
+) -> None:
+    """Evaluate checkpoints until the run has finished and none is left. Called by every rank.
+
+    Args:
+        accelerator: of this process.
+        results: are noted by rank 0.
+        model: prepared for evaluation.
+        datasets: by name.
+        json_to: a stream for the lines; None: print the metrics.
+    """
+    while True:
+        checkpoint, is_finished = on_main_then_broadcast(accelerator, results.look)
+        if checkpoint:
+            began = time.monotonic()
+            problem = load_together(accelerator, checkpoint, model.model)
+            values: dict[str, float] = {}
+            if not problem:
+                values = evaluate(accelerator, results.config, model, datasets, checkpoint.step)
+            note = partial(results.note, checkpoint, problem, values, time.monotonic() - began)
+            line = on_main_then_broadcast(accelerator, note)
+            if line and accelerator.is_main_process:
+                if json_to:
+                    print(line, file=json_to, flush=True)
+                else:
+                    commands.say_results(checkpoint.folder, values)
+        elif is_finished:
+            return
+        else:
+            time.sleep(POLL_SECONDS)
+
+
+# ---- checkpoints ---------------------------------------------------------------------------------
+@dataclass(frozen=True, kw_only=True)
+class Checkpoint:
+    """A complete checkpoint."""
+
+    folder: Path
+    step: int
+    weights: str  # a hash of its files' hashes: a step that is trained again has another
+    version: Version
+
+
+def read_version(folder: Path) -> Version:
+    """Return what changes whenever the folder or its manifest is replaced.
+
+    Raises:
+        OSError: it was removed.
+    """
+    stat = folder.stat()
+    return folder.name, stat.st_ino, stat.st_mtime_ns
+
+
+def read_checkpoint(folder: Path) -> Checkpoint | None:
+    """Read which weights a checkpoint holds; None if it was removed or is damaged.
+
+    Raises:
+        FormatError: another version of this project saved it.
+    """
+    try:
+        version = read_version(folder)
+        manifest = read_manifest(folder)
+    except FormatError:
+        raise
+    except (OSError, ValueError):
+        return None
+    digest = hashlib.sha256(json.dumps(manifest["files"], sort_keys=True).encode()).hexdigest()
+    return Checkpoint(folder=folder, step=manifest["step"], weights=digest[:16], version=version)
+
+
+def load_together(accelerator: Accelerator, checkpoint: Checkpoint, model: nn.Module) -> str:
+    """Load a checkpoint on every rank; return why it cannot be evaluated, "" if it can.
+
+    Raises:
+        ConfigError: it is intact, and does not fit the model.
+    """
+    if problem := find_damage_together(accelerator, checkpoint.folder):
+        return problem
+    try:
+        weights.refuse_trained_view(checkpoint.folder)
+        weights.load_weights(checkpoint.folder, model)
+    except (OSError, ValueError, SafetensorError) as error:
+        problem = str(error)
+    problems = gather_on_main(accelerator, problem)
+
+    def judge() -> str:
+        now, problem = read_checkpoint(checkpoint.folder), next(filter(None, problems), "")
+        if now and now.weights != checkpoint.weights:  # some files may be those of either
+            return "it was saved again"
+        if now and problem:
+            raise ConfigError(problem)
+        return problem  # of files that were removed meanwhile
+
+    return on_main_then_broadcast(accelerator, judge)
+
+
+# ---- evaluations.jsonl ---------------------------------------------------------------------------
+@dataclass(kw_only=True)
+class Evaluations:
+    """The lines of evaluations.jsonl, which rank 0 alone reads and writes."""
+
+    run: Path
+    config: Config
+    done: set[str] = field(default_factory=set)  # Checkpoint.weights
+    settled: set[Version] = field(default_factory=set)  # not to be read again
+    file: IO[bytes] | None = None
+
+    @property
+    def path(self) -> Path:
+        """Return the path of the file."""
+        return self.run / "evaluations.jsonl"
+
+    def __enter__(self) -> "Evaluations":
+        """Lock and read the file, and drop a last line that a kill has cut off.
+
+        It stays open: with --resume never it is moved aside with the run, and lines of that run
+        follow it.
+        """
+        if world()[1] == 0:
+            self._open()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self.file:
+            self.file.close()
+
+    def _open(self) -> None:
+        try:
+            self.file = open_own(self.path, "ab+", buffering=0)
+        except OSError as error:
+            raise ConfigError(f"{self.path} cannot be written to: {error.strerror}.") from error
+        try:
+            fcntl.lockf(self.file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            self.file.close()
+            raise TransientError(f"another process follows {self.run}: end it first.") from None
+        except OSError:  # storage without locks
+            logger.warning("%s has no file locks: follow it only once", self.run)
+        self.file.seek(0)
+        content = self.file.read()
+        whole = content[: content.rfind(b"\n") + 1]
+        if whole != content:
+            self.file.truncate(len(whole))
+        self.done = {str(parse_record(line).get("weights")) for line in whole.splitlines()}
+
+    def look(self) -> tuple[Checkpoint | None, bool]:
+        """Return the oldest checkpoint without a line, if any, and whether the run has finished.
+
+        Raises:
+            TransientError: the run was started over, so that its config may be another one.
+        """
+        assert self.file
+        try:
+            is_ours = os.path.samefile(self.path, self.file.fileno())
+        except OSError:
+            is_ours = False
+        if not is_ours:
+            raise TransientError(
+                f"{self.run} was moved, removed or started over: follow the run that is there now."
+            )
+        # the last save comes before this outcome, so the outcome is read first
+        is_finished = read_status(self.run).outcome == "finished"
+        return self._next_checkpoint(), is_finished
+
+    def _next_checkpoint(self) -> Checkpoint | None:
+        for folder in checkpoints(self.run):
+            with suppress(OSError):  # it was removed
+                is_new = read_version(folder) not in self.settled
+                checkpoint = read_checkpoint(folder) if is_new else None
+                if checkpoint and checkpoint.weights not in self.done:
+                    return checkpoint
+                if checkpoint:
+                    self.settled.add(checkpoint.version)
+        return None
+
+    def note(
+        self, checkpoint: Checkpoint, problem: str, values: dict[str, float], seconds: float
+    ) -> str:
+        """Append a line and return it; "" for a checkpoint with a problem, which is passed over.
+
+        Raises:
+            TransientError: a full disk.
+        """
+        if problem:
+            self.settled.add(checkpoint.version)
+            if read_checkpoint(checkpoint.folder) == checkpoint:  # else training has removed it
+                logger.warning("%s is passed over: %s.", checkpoint.folder, problem)
+            return ""
+        line = json.dumps(self._record(checkpoint, values, seconds), allow_nan=False)
+        self._append(line.encode() + b"\n")
+        self.done.add(checkpoint.weights)
+        return line
+
+    def _record(
+        self, checkpoint: Checkpoint, values: dict[str, float], seconds: float
+    ) -> dict[str, Any]:
+        record: dict[str, Any] = {"kind": "evaluation", "step": checkpoint.step}
+        samples = read_info(self.run).lengths.get("the training set", 0)  # a stream has none
+        if steps := samples // self.config.batches.global_batch_size:
+            record["epoch"] = round(checkpoint.step / steps, 4)
+        record |= {"time": round(time.time(), 3), "seconds": round(seconds, 3)}
+        record |= {"checkpoint": f"checkpoints/{checkpoint.folder.name}"}
+        record |= {"weights": checkpoint.weights, "host": socket.gethostname()}
+        return record | finite(values)
+
+    def _append(self, line: bytes) -> None:
+        """Append a whole line in one write, or nothing."""
+        assert self.file
+        size = os.fstat(self.file.fileno()).st_size
+        try:
+            is_written = self.file.write(line) == len(line)
+        except OSError:
+            is_written = False
+        if not is_written:
+            self.file.truncate(size)
+            raise TransientError(f"{self.path} cannot be written to: free disk space there.")

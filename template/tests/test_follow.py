@@ -1,0 +1,205 @@
+"""`evaluate --follow`: each checkpoint is evaluated beside training. Goes with follow.py."""
+
+import argparse
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from ragged import Ragged
+from runs import averaged, change, make_config, records, train, weights
+from world import TESTS, World, run_world
+
+from my_project import follow
+from my_project.config import Config, ConfigError
+from my_project.files import TransientError
+from my_project.run_files import checkpoints
+
+SETTINGS = {"checkpoints__every_steps": 2, "checkpoints__keep": 99, **averaged(0.9)}
+FIELDS = {"kind", "step", "epoch", "time", "seconds", "checkpoint", "weights", "host"}
+
+
+def follow_folder(folder: Path) -> int:
+    arguments = argparse.Namespace(folder=str(folder), trust=["ragged.Ragged"], json=True)
+    return follow.follow_run(arguments, sys.stdout)
+
+
+def lines(config: Config) -> list[dict[str, Any]]:
+    """Read evaluations.jsonl, whose lines are whole at any time."""
+    path = config.folder / "evaluations.jsonl"
+    text = path.read_text() if path.exists() else ""
+    assert text == "" or text.endswith("\n")
+    return [json.loads(line) for line in text.splitlines()]
+
+
+def wait_for(condition: Callable[[], Any], *worlds: World) -> None:
+    """Wait until something holds, while all processes of these worlds run."""
+    deadline = time.monotonic() + 120
+    while not condition():
+        dead = [worker for world in worlds for worker in world.workers if not worker.is_alive()]
+        assert not dead or condition(), "a process has ended"
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory) -> Config:
+    """A finished run with the checkpoints of steps 2, 4 and 6, evaluated by training."""
+    settings = SETTINGS | {"steps": 6, "evaluation__every_steps": 2}
+    config = make_config(tmp_path_factory.mktemp("finished"), Ragged(), **settings)
+    assert run_world(1, train, config) == [0]
+    return config
+
+
+@pytest.fixture
+def run(finished, tmp_path) -> Config:
+    """A copy of it."""
+    shutil.copytree(finished.folder, tmp_path / finished.run_name)
+    return change(finished, runs_folder=str(tmp_path))
+
+
+def test_a_follower_has_the_results_of_training_and_changes_no_file(run):
+    """On two processes: as evaluate, exact metrics do not depend on their number."""
+
+    def state() -> dict[str, tuple[int, int]]:
+        files = (path for path in run.folder.rglob("*") if path.name != "evaluations.jsonl")
+        return {str(path): (path.stat().st_mtime_ns, path.stat().st_ino) for path in files}
+
+    before = state()
+    assert run_world(2, follow_folder, run.folder) == [0, 0]
+    assert state() == before
+    wanted = records(run, "validation/accuracy")
+    assert [line["step"] for line in lines(run)] == [2, 4, 6]
+    for line, record in zip(lines(run), wanted, strict=True):
+        results = {name for name in line if "/" in name}
+        assert line.keys() - results == FIELDS
+        assert results == {name for name in record if name.startswith("validation/")}
+        for name in ("epoch", *results):
+            assert line[name] == pytest.approx(record[name], rel=1e-6), name
+        assert line["checkpoint"] == f"checkpoints/step_{line['step']:08d}"
+    assert run_world(1, follow_folder, run.folder) == [0], "nothing is evaluated again"
+    assert len(lines(run)) == 3
+
+
+def test_a_killed_follower_and_a_killed_training_go_on(tmp_path):
+    """Each checkpoint is evaluated once, whichever is killed, and both end by themselves."""
+    recipe = Ragged(seconds=0.05, dropout=0.1)
+    config = make_config(tmp_path, recipe, steps=24, **SETTINGS)
+    worlds = [World(1, train, config)]
+    try:
+        wait_for((config.folder / "run.json").exists, worlds[0])
+        worlds.append(World(1, follow_folder, config.folder))
+        wait_for(lambda: lines(config), *worlds)
+        worlds[1].close()  # SIGKILL
+        seen = len(lines(config))
+        with (config.folder / "evaluations.jsonl").open("a") as file:
+            file.write('{"kind": "evaluation", "st')  # what another kill could leave
+        worlds.append(World(1, follow_folder, config.folder))
+        path = config.folder / "evaluations.jsonl"
+        wait_for(lambda: path.read_text().count("\n") > seen, worlds[0], worlds[2])
+        worlds[0].close()
+        newest = checkpoints(config.folder)[-1].name
+        wait_for(lambda: newest in path.read_text(), worlds[2])
+        assert len(checkpoints(config.folder)) < 12, "the training was killed before its end"
+        worlds.append(World(1, train, config))
+        assert worlds[3].results() == worlds[2].results() == [0]
+    finally:
+        for world in worlds:
+            world.close()
+    assert [line["step"] for line in lines(config)] == [*range(2, 25, 2)]
+
+
+def test_checkpoints_that_training_removes_are_passed_over(tmp_path):
+    config = make_config(tmp_path, steps=150, checkpoints__every_steps=1, checkpoints__keep=1)
+    training = World(1, train, config)
+    try:
+        wait_for((config.folder / "run.json").exists, training)
+        follower = World(1, follow_folder, config.folder)
+        assert follower.results() == training.results() == [0]
+    finally:
+        training.close()
+    steps = [line["step"] for line in lines(config)]
+    assert steps == sorted(set(steps))
+    assert steps[-1] == 150, "the last one stays"
+
+
+def test_one_removed_while_it_is_read_costs_no_other_and_no_warning(run, monkeypatch, caplog):
+    """Between the check of its hashes and the read of its weights."""
+    gone = checkpoints(run.folder)[1]
+    monkeypatch.setattr(
+        follow.weights,
+        "refuse_trained_view",
+        lambda folder: shutil.rmtree(folder) if folder == gone else None,
+    )
+    assert follow_folder(run.folder) == 0
+    assert [line["step"] for line in lines(run)] == [2, 6]
+    assert "passed over" not in caplog.text
+
+
+def test_a_damaged_checkpoint_is_named_and_passed_over(run, caplog):
+    path = checkpoints(run.folder)[1] / "model.safetensors"
+    content = bytearray(path.read_bytes())
+    content[-3] ^= 64
+    path.write_bytes(content)
+    assert follow_folder(run.folder) == 0
+    assert [line["step"] for line in lines(run)] == [2, 6]
+    assert caplog.text.count("step_00000004 is passed over: model.safetensors is damaged") == 1
+
+
+def test_a_step_that_was_trained_again_is_evaluated_again(run, finished, tmp_path):
+    assert follow_folder(run.folder) == 0
+    other = change(finished, runs_folder=str(tmp_path / "other"), seed=1)
+    assert run_world(1, train, other) == [0]
+    newest = checkpoints(run.folder)[-1]
+    shutil.rmtree(newest)
+    shutil.copytree(checkpoints(other.folder)[-1], newest)
+    assert follow_folder(run.folder) == 0
+    assert [line["step"] for line in lines(run)] == [2, 4, 6, 6]
+    first, again = lines(run)[2:]
+    assert first["weights"] != again["weights"]
+    assert first["validation/auroc"] != again["validation/auroc"]
+    assert weights(newest).keys() == weights(run.folder / "export").keys()
+
+
+def test_what_cannot_be_followed_is_one_sentence(run, tmp_path):
+    with pytest.raises(ConfigError, match=r"export is not a run that has begun; give the run"):
+        follow_folder(run.folder / "export")
+    with follow.Evaluations(run=run.folder, config=run) as results:
+        with pytest.raises(RuntimeError, match=r"TransientError: another process follows .*: end"):
+            run_world(1, follow_folder, run.folder)
+        os.rename(run.folder / "evaluations.jsonl", tmp_path / "aside")  # as --resume never does
+        with pytest.raises(TransientError, match="was moved, removed or started over"):
+            results.look()
+
+
+def test_a_checkpoint_that_does_not_fit_ends_the_follower(run):
+    path = run.folder / "config.yaml"
+    path.write_text(path.read_text().replace("batch_norm: false", "batch_norm: true"))
+    with pytest.raises(ConfigError, match="does not fit the model"):
+        follow_folder(run.folder)
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, -15), (signal.SIGINT, 130)])
+def test_a_signal_ends_the_command_without_a_partial_line(run, number, code):
+    """While it waits for the next checkpoint; what it prints with --json is what it writes."""
+    status = run.folder / "status.json"
+    status.write_text(status.read_text().replace('"finished"', '"preempted"'))
+    command = [sys.executable, "-m", "my_project", "evaluate", run.folder, "--follow", "--json"]
+    process = subprocess.Popen(
+        [*command, "--trust", "ragged.Ragged"], cwd=TESTS, text=True, stdout=subprocess.PIPE,
+        # tests that run in a shell's background ignore SIGINT, and so would what they start
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # noqa: PLW1509
+    )  # fmt: skip
+    with process:
+        wait_for(lambda: len(lines(run)) == 3 or process.poll() is not None)
+        process.send_signal(number)
+        shown, _ = process.communicate(timeout=120)
+    assert process.returncode == code
+    assert [json.loads(line) for line in shown.splitlines()] == lines(run)
