@@ -29,11 +29,11 @@ from runs import (
 )
 from world import run_world
 
-from my_project import mirror
 from my_project.config import ConfigError
 from my_project.files import TransientError
+from my_project.mirror import download, store, upload
 from my_project.process import PREEMPTED
-from my_project.run_files import checkpoints, step_of
+from my_project.run_files import checkpoints, local_folder, step_of
 
 STEPS = 10
 
@@ -223,12 +223,12 @@ def test_uploads_that_fail_cost_no_step_and_are_made_good(tmp_path, uninterrupte
     assert note.startswith("the mirror could not be brought up to date: faulty://")
     assert "the server refused the key ***" in note
     lose_disk(config)
-    mirror.fetch(config)
+    download.fetch(config)
     assert_same_run(config, uninterrupted)
 
 
 def never_uploaded(config) -> str:
-    mirror.TRIES = 2
+    upload.TRIES = 2
     with pytest.raises(TransientError) as error:
         train_with("fail 8 100000", config)
     return str(error.value)
@@ -241,7 +241,7 @@ def test_a_run_whose_end_never_arrived_fails_and_the_next_start_sends_it(tmp_pat
     assert status(config)["outcome"] == "failed"
     assert run_world(1, train_with, "none 0 0", config) == [0]
     lose_disk(config)
-    mirror.fetch(config)
+    download.fetch(config)
     assert_same_run(config, uninterrupted)
 
 
@@ -270,7 +270,7 @@ def test_training_goes_on_while_an_upload_takes_long(tmp_path, uninterrupted):
     config = mirrored(tmp_path, checkpoints__keep=1)
     assert run_world(1, held_up, config, str(tmp_path / "released")) == [0]
     lose_disk(config)
-    mirror.fetch(config)
+    download.fetch(config)
     assert_same_run(config, uninterrupted)
 
 
@@ -324,12 +324,12 @@ def test_another_run_of_the_name_is_refused_and_never_moves_it_aside(tmp_path, u
     lose_disk(config)
     assert run_world(1, train_with, "none 0 0", change(config, checkpoints__mirror=None)) == [0]
     with pytest.raises(ConfigError, match=r"holds another run .* than .*here"):
-        mirror.fetch(config)
+        download.fetch(config)
     assert run_world(1, train_with, "none 0 0", change(config, resume="never")) == [0]
     assert_same_run(config, uninterrupted)
     assert tree_of(at_mirror(config).with_name("here.old-1")) == there
     lose_disk(config)
-    mirror.fetch(config)
+    download.fetch(config)
     assert_same_run(config, uninterrupted)
 
 
@@ -360,7 +360,7 @@ def test_a_mirror_that_cannot_be_used_is_refused_before_training(tmp_path):
     }.items():
         with pytest.raises(ConfigError, match=re.escape(said)):
             train(mirrored(tmp_path, checkpoints__mirror=url))
-    with pytest.raises(ConfigError, match="as checkpoints.mirror, to which a run is copied"):
+    with pytest.raises(ConfigError, match="to which a run is copied"):
         make_config(tmp_path, runs_folder="s3://bucket/runs")
     assert not (tmp_path / "runs/here").exists() or not checkpoints(tmp_path / "runs/here")
 
@@ -374,23 +374,23 @@ def test_a_url_names_a_run_its_weights_or_a_checkpoint(tmp_path, monkeypatch):
     assert run_world(1, train_with, "none 0 0", config) == [0]
     url = f"{config.checkpoints.mirror}/here"
     for part in ("best", "export", "checkpoints/step_00000008"):
-        copied = mirror.local_copy(f"{url}/{part}")
+        copied = local_folder(f"{url}/{part}")
         assert weights(copied).keys() == weights(config.folder / part).keys()
         assert (copied / "model.safetensors").read_bytes() == (
             config.folder / part / "model.safetensors"
         ).read_bytes()
-    assert (mirror.local_copy(url) / "metrics.jsonl").read_bytes() == (
+    assert (local_folder(url) / "metrics.jsonl").read_bytes() == (
         config.folder / "metrics.jsonl"
     ).read_bytes()
-    assert mirror.local_copy("runs/here") == Path("runs/here")
+    assert local_folder("runs/here") == Path("runs/here")
     with pytest.raises(ConfigError, match="there is no run at"):
-        mirror.local_copy(f"{url}/nothing")
+        local_folder(f"{url}/nothing")
 
 
 @pytest.mark.parametrize("name", ["../x", "a/../../x", "/x", "a//x", "a\\..\\x", ".", ""])
 def test_no_name_in_a_mirror_leads_outside_the_run_folder(name):
-    assert not mirror.is_safe(name)
-    assert mirror.is_safe("checkpoints/step_00000100/model.safetensors")
+    assert not store.is_safe(name)
+    assert store.is_safe("checkpoints/step_00000100/model.safetensors")
 
 
 def test_parts_of_the_records_are_few_and_the_newest_ones_count():
@@ -400,18 +400,16 @@ def test_parts_of_the_records_are_few_and_the_newest_ones_count():
     size = 0
     for number in range(300):
         size = max(0, size + rng.choice([1, 2, 5, -3]))
-        parts = [part for part in mirror.chain(names) if part.end <= size]
+        parts = [part for part in store.chain(names) if part.end <= size]
         begin = parts[-1].end if parts else 0
         if begin == size:
             continue
         while parts and parts[-1].size <= size - begin:
             begin = parts.pop().begin
-        new = mirror.Part(
-            number=number + 1, begin=begin, size=size - begin, digest=f"{number:064x}"
-        )
+        new = store.Part(number=number + 1, begin=begin, size=size - begin, digest=f"{number:064x}")
         names[new.name] = new.size
         if rng.random() < 0.5:
             kept = {part.name for part in [*parts, new]}
             names = {name: size for name, size in names.items() if name in kept}
-        assert mirror.chain(names) == [*parts, new]
-        assert len(mirror.chain(names)) <= 10
+        assert store.chain(names) == [*parts, new]
+        assert len(store.chain(names)) <= 10

@@ -16,6 +16,7 @@ from .config import Config, ConfigError
 from .exits import make_parser, run, run_on_all_ranks
 from .process import LAUNCHER
 from .recipe import PARAMETERS, Recipe, optional
+from .run_files import local_folder
 from .safety.search_path import run_folder
 from .words import rendered, say
 
@@ -66,8 +67,9 @@ def print_evaluation(arguments: argparse.Namespace, output: Any = None) -> int:
     from .checkpoint import resuming
     from .files import finite
 
-    folder = weights.weights_folder(Path(arguments.folder))
-    config = weights.config_beside(folder, arguments.trust, Path(arguments.folder))
+    given = local_folder(arguments.folder)
+    folder = weights.weights_folder(given)
+    config = weights.config_beside(folder, arguments.trust, given)
     check_launch(config)
     data_info, datasets = validation_sets(config)
     with start_accelerator(config) as accelerator:
@@ -164,7 +166,7 @@ def print_prediction(arguments: argparse.Namespace) -> None:
 
     from .weights import errors_as_sentences, load, weights_folder
 
-    given = Path(arguments.folder)
+    given = local_folder(arguments.folder)
     weights = weights_folder(given)
     if weights != given:
         say(f"weights: {weights}", to=sys.stderr)  # standard output is for the answer alone
@@ -199,7 +201,7 @@ def show_samples(arguments: argparse.Namespace, weights: Path) -> None:
     from .loading.layout import evenly_spaced
     from .weights import config_beside, load
 
-    given = Path(arguments.folder)
+    given = local_folder(arguments.folder)
     config = config_beside(weights, arguments.trust, given)
     recipe = config.recipe
     show = needed(recipe, "predict_samples", ", or give an input")
@@ -259,7 +261,7 @@ def write_one_file(arguments: argparse.Namespace) -> int:
     from .manifest import find_damage
     from .weights import is_export, refuse_trained_view
 
-    folder, path = Path(arguments.folder), Path(arguments.file)
+    folder, path = local_folder(arguments.folder), Path(arguments.file)
     if not is_export(folder):
         refuse_damaged(folder, find_damage(folder))
         refuse_trained_view(folder)

@@ -312,10 +312,6 @@ class Config:
                     f"{name} is {path}: give the path of a folder, and that URL as"
                     " checkpoints.mirror, to which a run is copied."
                 )
-        if "://" not in (mirror := self.checkpoints.mirror or "://"):
-            raise ConfigError(
-                f"checkpoints.mirror is {mirror}, but must be a URL such as s3://bucket/prefix."
-            )
         for name in ("lr", "weight_decay"):  # set for each group of parameters, by these settings
             if name in self.optim.init_args:
                 raise ConfigError(f"optim.init_args holds {name}: set optim.{name} instead.")

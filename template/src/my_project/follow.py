@@ -1,7 +1,7 @@
 """Evaluate the checkpoints of a run beside its training, as they appear: `evaluate --follow`.
 
-On another GPU, on the CPU, or on a host that sees the run folder. Each evaluation is a line of
-evaluations.jsonl (docs/run-folder.md). Nothing else in the run folder is written, and training
+On another GPU, on the CPU, or on a host that sees the run folder or its mirror. Each evaluation is
+a line of evaluations.jsonl (docs/run-folder.md). Nothing else there is written, and training
 waits for nothing: the only lock is one on that file, and a checkpoint that training removes while
 it is read is passed over. The checkpoints without a line are evaluated, the oldest first, so the
 same command goes on after it was ended. It ends when the run has finished and none is left.
@@ -32,9 +32,10 @@ from .config import Config, ConfigError
 from .evaluate import evaluate
 from .files import FormatError, TransientError, finite, open_own
 from .manifest import read_manifest
+from .mirror.download import fetch_newest, send_evaluations
 from .process import world
 from .ranks import gather_on_main, on_main_then_broadcast
-from .run_files import checkpoints, parse_record, read_info, read_status
+from .run_files import checkpoints, local_folder, parse_record, read_info, read_status
 
 logger = logging.getLogger(__name__)
 POLL_SECONDS = 2.0
@@ -48,13 +49,13 @@ def follow_run(arguments: argparse.Namespace, output: Any = None) -> int:
         ConfigError: the folder is not a run, or its checkpoints do not fit the model.
         TransientError: another process follows the run, or the run was started over.
     """
-    run = Path(arguments.folder)
+    run = local_folder(arguments.folder)
     if not (run / "run.json").is_file():
         raise ConfigError(f"{run} is not a run that has begun; give the run folder of one.")
     config = weights.config_beside(run, arguments.trust, run)
     check_launch(config)
     json_to = output if arguments.json else None
-    with Evaluations(run=run, config=config) as results:
+    with Evaluations(given=arguments.folder, run=run, config=config) as results:
         data_info, datasets = commands.validation_sets(config)
         with start_accelerator(config) as accelerator:
             model = commands.prepared_model(accelerator, config, data_info)
@@ -168,6 +169,7 @@ def load_together(accelerator: Accelerator, checkpoint: Checkpoint, model: nn.Mo
 class Evaluations:
     """The lines of evaluations.jsonl, which rank 0 alone reads and writes."""
 
+    given: str  # a path, or the URL of a mirror
     run: Path
     config: Config
     done: set[str] = field(default_factory=set)  # Checkpoint.weights
@@ -219,6 +221,7 @@ class Evaluations:
             TransientError: the run was started over, so that its config may be another one.
         """
         assert self.file
+        fetch_newest(self.given)  # from a mirror
         try:
             is_ours = os.path.samefile(self.path, self.file.fileno())
         except OSError:
@@ -283,3 +286,4 @@ class Evaluations:
         if not is_written:
             self.file.truncate(size)
             raise TransientError(f"{self.path} cannot be written to: free disk space there.")
+        send_evaluations(self.given, self.path)  # to a mirror

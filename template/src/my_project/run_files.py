@@ -98,6 +98,15 @@ class RunInfo:
         return not self.launch
 
 
+def local_folder(path: str) -> Path:
+    """Return the folder that a command was given, or a copy of the run at a URL of a mirror."""
+    if "://" in path:  # of a mirror
+        from .mirror.download import local_copy
+
+        return local_copy(path)  # from a mirror
+    return Path(path)
+
+
 def read_status(folder: Path) -> Status:
     """Read status.json."""
     with suppress(OSError):

@@ -66,6 +66,7 @@ class Run:
             ""  # of this attempt of a launch, set by begin() or sees(); "launch" in run.json
         )
         self.hosts: list[str] = []  # by rank
+        self.is_shared = True  # by all nodes; else each has a folder of its own, and a mirror
         self.numerics: dict[str, Any] = {}  # of this launch, see accelerator.numerics
         self.notes: list[dict[str, Any]] = []  # records that are to be written to metrics.jsonl
         self.began = time.monotonic()
@@ -232,8 +233,11 @@ class Run:
 
         A network file system has 20 seconds to show it.
         """
-        self.token = token
-        return files.wait_until(lambda: run_files.read_info(self.folder).launch == token, 20)
+        self.token, seconds = token, 20.0
+        if self.rank and self.config.checkpoints.mirror:  # else it would release the lock
+            # where there are locks, rank 0 has locked a folder on another disk
+            seconds = 1.0 if run_files.is_locked(self.folder) is False else 20.0  # with a mirror
+        return files.wait_until(lambda: run_files.read_info(self.folder).launch == token, seconds)
 
     def __del__(self) -> None:
         """Release the lock, for a process that trains again."""

@@ -39,7 +39,8 @@ from .loading.loader import IndexedBatches
 from .loading.prepare import prepare_data
 from .loading.seeding import seed_forward
 from .loading.streams import StreamBatches
-from .mirror import fetch, finish_mirror, start_mirror
+from .mirror.download import fetch
+from .mirror.upload import finish_mirror, start_mirror
 from .process import PREEMPTED, garbage_collected_at_records, world
 from .ranks import gather_on_main, open_run
 from .records import samples

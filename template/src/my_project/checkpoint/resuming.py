@@ -17,6 +17,7 @@ from accelerate import Accelerator
 from ..config import CheckpointsConfig, ConfigError
 from ..files import discard, unused_name
 from ..manifest import find_damage, read_manifest
+from ..mirror.download import in_every_folder
 from ..ranks import gather_on_main, on_main_then_broadcast
 from ..run_files import step_of
 from ..run_folder import Run
@@ -33,8 +34,9 @@ def choose(accelerator: Accelerator, run: Run) -> Path | None:
         ConfigError: the checkpoint at the path is damaged.
     """
     candidates, chosen = on_main_then_broadcast(accelerator, lambda: _candidates(run)), None
+    candidates = in_every_folder(accelerator, run, candidates)  # which a mirror has filled
     for folder in candidates:
-        problem = find_damage_together(accelerator, folder)
+        problem = find_damage_together(accelerator, folder, is_shared=run.is_shared)
         if not problem:
             chosen = folder
             break
@@ -73,9 +75,18 @@ def _began_at(folder: Path, given: str) -> bool:
     return False
 
 
-def find_damage_together(accelerator: Accelerator, folder: Path) -> str:
-    """Return what is wrong with a checkpoint, or "", on every rank, each of which reads a share."""
+def find_damage_together(accelerator: Accelerator, folder: Path, *, is_shared: bool = True) -> str:
+    """Return what is wrong with a checkpoint, or "", on every rank, each of which reads a share.
+
+    Args:
+        accelerator: of this process.
+        folder: the checkpoint.
+        is_shared: by all nodes; else each node has its own, and reads all of it.
+    """
     share = slice(accelerator.process_index, None, accelerator.num_processes)
+    if not is_shared:
+        ranks_of_node = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        share = slice(accelerator.local_process_index, None, ranks_of_node)
     problems = gather_on_main(accelerator, find_damage(folder, share))
     return on_main_then_broadcast(accelerator, lambda: next(filter(None, problems), ""))
 

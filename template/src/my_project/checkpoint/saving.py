@@ -434,10 +434,14 @@ class Checkpoints:
                     flush_to_disk(path)
             if self.rank != 0:
                 write_atomically(temporary / f"written{part}", json.dumps(listed))
+                if self.mirror:
+                    self.mirror.send_parts(temporary)
         except Exception:
             with suppress(OSError):
                 if self.rank != 0:
                     (temporary / f"failed{part}").touch()
+                    if self.mirror:
+                        self.mirror.send_parts(temporary)
                 else:  # the folder is removed, once nobody writes into it
                     self._files_of_other_ranks(temporary, END_SECONDS)
             raise
@@ -452,6 +456,8 @@ class Checkpoints:
         names, failed = [*waiting], []
 
         def have_reported() -> bool:
+            if self.mirror:
+                self.mirror.collect_parts(temporary)
             # one listing: to ask for each rank's file would be N requests per look
             for report in os.listdir(temporary):
                 word, _, name = report.partition(".")
@@ -488,6 +494,8 @@ class Checkpoints:
             return
         saved = run_files.checkpoints(self.run.folder)
         kept = kept_steps(map(step_of, saved), self.config.checkpoints, state)
+        if self.mirror:
+            kept |= self.mirror.needed
         for folder in saved:
-            if step_of(folder) not in kept and not (self.mirror and self.mirror.needs(folder)):
+            if step_of(folder) not in kept:
                 remove(folder)

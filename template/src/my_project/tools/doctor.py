@@ -38,7 +38,7 @@ from ..failures import (
     late,
 )
 from ..files import open_own, read_json
-from ..run_files import is_locked, read_failures, step_of
+from ..run_files import is_locked, local_folder, read_failures, step_of
 from ..words import format_seconds, printable, say, shortened
 from . import flight_recorder
 from .reader import Run, parser_of, read_folder, read_run, run_tool, time_of
@@ -584,10 +584,10 @@ def print_diagnosis(found: dict[str, Any]) -> None:
 def main() -> None:
     """Read the command line, and print what is found."""
     parser = parser_of("doctor", __doc__)
-    parser.add_argument("run", help="the run folder", type=Path)
+    parser.add_argument("run", help="the run folder")
     parser.add_argument("--json", action="store_true", help="one JSON object, for tools")
     arguments = parser.parse_args()
-    found = diagnose(arguments.run)
+    found = diagnose(local_folder(arguments.run))
     print(json.dumps(found, indent=1)) if arguments.json else print_diagnosis(found)
 
 

@@ -14,6 +14,7 @@ from itertools import takewhile
 from pathlib import Path
 
 from ...files import ConfigError, open_own, write_atomically
+from ...run_files import local_folder
 from ...words import say
 from ..reader import parser_of, run_tool
 from .page import GENERATOR, page
@@ -79,7 +80,7 @@ def main() -> None:
     parser.add_argument("runs", nargs="+", help="the run folders, at most 8", metavar="run")
     parser.add_argument("--output", help="the file to write")
     given = parser.parse_args()
-    path = write_report([Path(folder) for folder in given.runs], given.output)
+    path = write_report([local_folder(folder) for folder in given.runs], given.output)
     say(f"{path} ({path.stat().st_size / 1000:.0f} kB)")
 
 
