@@ -91,6 +91,26 @@ ROOMS = (
         needs=("commands",),  # its code to load the weights
     ),
     Room(
+        name="mirror",
+        goes="A run is lost with the disk that holds it, and all nodes need to share one; commands"
+        " take no URL.",
+        files=("mirror/",),
+        word=r"[Mm]irror",
+        lines={
+            "train.py": 6,
+            "config.py": 3,
+            "ranks.py": 1,
+            "run_files.py": 3,
+            "run_folder.py": 2,
+            "checkpoint/saving.py": 13,
+            "checkpoint/resuming.py": 2,
+            "follow.py": 3,
+        },
+        settings=("mirror", "mirror_seconds"),
+        tests=("test_mirror.py",),
+        most=40,  # it is saved to, resumed from, and read by commands
+    ),
+    Room(
         name="provenance",
         goes="run.json does not say which code, packages and command a run had, and preflight does"
         " not compare packages.",

@@ -223,7 +223,7 @@ def test_uploads_that_fail_cost_no_step_and_are_made_good(tmp_path, uninterrupte
     assert note.startswith("the mirror could not be brought up to date: faulty://")
     assert "the server refused the key ***" in note
     lose_disk(config)
-    download.fetch(config)
+    download.fetch_from_mirror(config)
     assert_same_run(config, uninterrupted)
 
 
@@ -241,7 +241,7 @@ def test_a_run_whose_end_never_arrived_fails_and_the_next_start_sends_it(tmp_pat
     assert status(config)["outcome"] == "failed"
     assert run_world(1, train_with, "none 0 0", config) == [0]
     lose_disk(config)
-    download.fetch(config)
+    download.fetch_from_mirror(config)
     assert_same_run(config, uninterrupted)
 
 
@@ -270,7 +270,7 @@ def test_training_goes_on_while_an_upload_takes_long(tmp_path, uninterrupted):
     config = mirrored(tmp_path, checkpoints__keep=1)
     assert run_world(1, held_up, config, str(tmp_path / "released")) == [0]
     lose_disk(config)
-    download.fetch(config)
+    download.fetch_from_mirror(config)
     assert_same_run(config, uninterrupted)
 
 
@@ -324,12 +324,12 @@ def test_another_run_of_the_name_is_refused_and_never_moves_it_aside(tmp_path, u
     lose_disk(config)
     assert run_world(1, train_with, "none 0 0", change(config, checkpoints__mirror=None)) == [0]
     with pytest.raises(ConfigError, match=r"holds another run .* than .*here"):
-        download.fetch(config)
+        download.fetch_from_mirror(config)
     assert run_world(1, train_with, "none 0 0", change(config, resume="never")) == [0]
     assert_same_run(config, uninterrupted)
     assert tree_of(at_mirror(config).with_name("here.old-1")) == there
     lose_disk(config)
-    download.fetch(config)
+    download.fetch_from_mirror(config)
     assert_same_run(config, uninterrupted)
 
 
@@ -360,7 +360,7 @@ def test_a_mirror_that_cannot_be_used_is_refused_before_training(tmp_path):
     }.items():
         with pytest.raises(ConfigError, match=re.escape(said)):
             train(mirrored(tmp_path, checkpoints__mirror=url))
-    with pytest.raises(ConfigError, match="to which a run is copied"):
+    with pytest.raises(ConfigError, match="takes such a URL"):
         make_config(tmp_path, runs_folder="s3://bucket/runs")
     assert not (tmp_path / "runs/here").exists() or not checkpoints(tmp_path / "runs/here")
 

@@ -309,8 +309,8 @@ class Config:
         for name in ("runs_folder", "resume"):
             if "://" in (path := getattr(self, name)):
                 raise ConfigError(
-                    f"{name} is {path}: give the path of a folder, and that URL as"
-                    " checkpoints.mirror, to which a run is copied."
+                    f"{name} is {path}: give the path of a folder."
+                    " checkpoints.mirror takes such a URL, to which a run is copied."
                 )
         for name in ("lr", "weight_decay"):  # set for each group of parameters, by these settings
             if name in self.optim.init_args:

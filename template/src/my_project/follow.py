@@ -1,7 +1,7 @@
 """Evaluate the checkpoints of a run beside its training, as they appear: `evaluate --follow`.
 
-On another GPU, on the CPU, or on a host that sees the run folder or its mirror. Each evaluation is
-a line of evaluations.jsonl (docs/run-folder.md). Nothing else there is written, and training
+On another GPU, on the CPU, or on a host that sees the run folder. Each evaluation is a line of
+evaluations.jsonl (docs/run-folder.md). Nothing else in the run folder is written, and training
 waits for nothing: the only lock is one on that file, and a checkpoint that training removes while
 it is read is passed over. The checkpoints without a line are evaluated, the oldest first, so the
 same command goes on after it was ended. It ends when the run has finished and none is left.
@@ -169,7 +169,7 @@ def load_together(accelerator: Accelerator, checkpoint: Checkpoint, model: nn.Mo
 class Evaluations:
     """The lines of evaluations.jsonl, which rank 0 alone reads and writes."""
 
-    given: str  # a path, or the URL of a mirror
+    given: str  # a path or a URL
     run: Path
     config: Config
     done: set[str] = field(default_factory=set)  # Checkpoint.weights

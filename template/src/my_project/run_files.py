@@ -99,7 +99,7 @@ class RunInfo:
 
 
 def local_folder(path: str) -> Path:
-    """Return the folder that a command was given, or a copy of the run at a URL of a mirror."""
+    """Return the folder that a command was given; of a URL, a copy of what is there."""
     if "://" in path:  # of a mirror
         from .mirror.download import local_copy
 

@@ -66,7 +66,7 @@ class Run:
             ""  # of this attempt of a launch, set by begin() or sees(); "launch" in run.json
         )
         self.hosts: list[str] = []  # by rank
-        self.is_shared = True  # by all nodes; else each has a folder of its own, and a mirror
+        self.is_shared = True  # by all nodes; else each of them has a folder of its own
         self.numerics: dict[str, Any] = {}  # of this launch, see accelerator.numerics
         self.notes: list[dict[str, Any]] = []  # records that are to be written to metrics.jsonl
         self.began = time.monotonic()

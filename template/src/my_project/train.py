@@ -39,7 +39,7 @@ from .loading.loader import IndexedBatches
 from .loading.prepare import prepare_data
 from .loading.seeding import seed_forward
 from .loading.streams import StreamBatches
-from .mirror.download import fetch
+from .mirror.download import fetch_from_mirror
 from .mirror.upload import finish_mirror, start_mirror
 from .process import PREEMPTED, garbage_collected_at_records, world
 from .ranks import gather_on_main, open_run
@@ -110,7 +110,7 @@ def main(config: Config) -> int:
     check_launch(config)
     check_outputs(config)
     contract.check_recipe(config)
-    fetch(config)  # what a machine that is gone has saved
+    fetch_from_mirror(config)  # what a machine that is gone has saved
     run = Run(config, rank)
     data_info = prepare_data(config)
     with Watchdog(run):

@@ -44,7 +44,7 @@ from .store import (
 logger = logging.getLogger(__name__)
 
 
-def fetch(config: Config) -> None:
+def fetch_from_mirror(config: Config) -> None:
     """Fetch what the mirror has of a run, and its folder lacks, if the run has a mirror.
 
     Called by every process before any process group starts: it may take long. One process of each
