@@ -1,31 +1,37 @@
 """Out of memory before a step is kept: the same run with smaller micro-batches, or a clear end."""
 
 import json
+import os
+import re
+import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import test_launch
 import torch
-from documents import HAS_TOOLS
+from documents import HAS_TOOLS, PROJECT
+from my_project.files import read_json
+from my_project.launching import memory
 from my_project.run_files import each_start
 from runs import assert_same_weights, quick
+from test_launch import CONFIG
+from test_launch_node import parsed
+from test_rendezvous import meet, node
+from world import free_port
 
 TOO_LARGE = """
 import os
 from dataclasses import dataclass, field
 
 import torch
-from ragged import QUIET, Ragged, Samples
-
-class Large(Samples):
-    def __getitem__(self, index):
-        return super().__getitem__(index) | {"is_training": torch.ones(())}
+from ragged import QUIET, Ragged
 
 @dataclass(frozen=True, kw_only=True)
 class TooLarge(Ragged):
     most: int = field(default=2, metadata=QUIET)  # samples that fit
-    from_step: int = field(default=0, metadata=QUIET)  # as when an optimizer has a state from then on
+    from_step: int = field(default=0, metadata=QUIET)  # 1: when an optimizer has a state
     on_rank: int = field(default=0, metadata=QUIET)
     kind: str = field(default="device", metadata=QUIET)
     compares_samples: bool = False
@@ -137,8 +143,8 @@ def test_a_micro_batch_that_follows_from_the_processes_is_halved_too(small):
 @pytest.mark.slow
 def test_a_spawned_process_gets_the_smaller_size_too(small):
     """As where an import has started a thread, so that no process is forked."""
-    text = "import threading, time\nthreading.Thread(target=time.sleep, args=(9e6,), daemon=True).start()\n"
-    (small / "too_large.py").write_text(text + TOO_LARGE)
+    text = "import threading\nthreading.Thread(target=threading.Event().wait, daemon=True).start()"
+    (small / "too_large.py").write_text(f"{text}\n{TOO_LARGE}")
     code, shown = launched(small, 1, *words())
     assert code == 0, shown
     assert "each process imports torch itself" in shown
@@ -175,7 +181,7 @@ def test_a_run_that_would_change_or_cannot_shrink_ends(small, settings, code, sa
     ended, shown = launched(small, 1, *words(**settings))
     assert ended == code, shown
     text = " ".join(shown.split())
-    assert __import__("re").search(said, text), shown
+    assert re.search(said, text), shown
     assert sizes(small) == [None, 2, 1][: 3 if code == 1 else 1]
 
 
@@ -190,3 +196,105 @@ def test_after_a_step_was_kept_the_run_ends_as_before(small):
     code, shown = launched(small, 1, *words(from_step=3), *saved)
     assert code == 0, shown
     assert sizes(small) == [None, None, 2]
+
+
+# ---- killed by the kernel ------------------------------------------------------------------------
+GROUPS = Path("/sys/fs/cgroup/memory")  # of version 1
+MAY_GROUP = GROUPS.is_dir() and os.access(GROUPS, os.W_OK) and os.geteuid() == 0
+
+
+@pytest.fixture
+def control_group():
+    """Put what this process starts into a control group with little memory."""
+    lines = Path("/proc/self/cgroup").read_text().splitlines()
+    own = GROUPS / dict(line.split(":")[1:] for line in lines)["memory"].lstrip("/")
+    group = GROUPS / f"out_of_memory_{os.getpid()}"
+    group.mkdir()
+    try:
+        (group / "memory.limit_in_bytes").write_text(str(1_500_000_000))
+        (group / "cgroup.procs").write_text("0")
+        yield
+    finally:
+        for pid in (group / "cgroup.procs").read_text().split():
+            (own / "cgroup.procs").write_text(pid)
+        group.rmdir()
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("control_group")
+@pytest.mark.skipif(not MAY_GROUP, reason="needs root and control groups of version 1")
+@pytest.mark.parametrize("batch_norm", [False, True])
+def test_a_kill_by_the_kernel_is_followed_by_smaller_ones(small, batch_norm):
+    code, shown = launched(small, 1, *words(kind="3000000000", batch_norm=batch_norm))
+    assert code == (2 if batch_norm else 0), shown
+    assert sizes(small) == ([None] if batch_norm else [None, 2])
+    start, *_ = each_start(small / "runs/tiny")
+    assert (start["outcome"], start["cause"]) == ("failed", "out of host memory")
+    (error,) = map(read_json, (small / "runs/tiny/errors").glob("*.json"))
+    assert error["reason"].startswith("killed by the kernel")
+    assert error["next_micro_batch_size"] == (None if batch_norm else 2)
+
+
+@pytest.mark.parametrize(
+    ("groups", "file", "text", "kills"),
+    [
+        ("0::/job/step", "job/step/memory.events", "oom 4\noom_kill 3\n", 3),
+        ("0::/of/host", "memory.events", "oom 4\noom_kill 3\n", 3),  # in a container
+        ("4:memory:/job\n0::/", "memory/job/memory.oom_control", "under_oom 0\noom_kill 3\n", 3),
+        ("9:memory:/of/host", "memory/memory.oom_control", "under_oom 0\noom_kill 3\n", 3),
+        ("0::/", "other", "", 0),
+        ("broken", "memory.events", "oom_kill 3\n", 0),
+    ],
+)
+def test_kills_are_counted_in_both_versions(tmp_path, monkeypatch, groups, file, text, kills):
+    monkeypatch.setattr(memory, "CONTROL_GROUPS", tmp_path / "groups")
+    monkeypatch.setattr(memory, "OWN_GROUPS", tmp_path / "own")
+    (tmp_path / "own").write_text(groups)
+    (path := tmp_path / "groups" / file).parent.mkdir(parents=True)
+    path.write_text(text)
+    assert memory.count_memory_kills() == kills
+
+
+# ---- several nodes -------------------------------------------------------------------------------
+@pytest.mark.slow
+@pytest.mark.parametrize("on_rank", [0, 1])
+def test_two_nodes_go_on_with_the_same_size(small, on_rank):
+    """Whichever of the two has run out of memory."""
+    (small / "tiny.yaml").write_text(CONFIG)
+    port, where = str(free_port()), PROJECT / "accelerate_configs/multi_node_cpu.yaml"
+    commands = [
+        [sys.executable, "-m", "my_project.launch", "--config_file", str(where),
+         "--num_machines", "2", "--num_processes", "2", "--machine_rank", str(rank),
+         "--main_process_ip", "127.0.0.1", "--main_process_port", port,
+         "-m", "my_project.train", "--config", "tiny.yaml", *words(on_rank=on_rank)]
+        for rank in (0, 1)
+    ]  # fmt: skip
+    variables = os.environ | {"GLOO_SOCKET_IFNAME": "lo"}
+    outputs = [small / f"output_{rank}" for rank in (0, 1)]
+    nodes = []
+    try:
+        for command, output in zip(commands, outputs, strict=True):
+            with output.open("w") as file:
+                nodes.append(subprocess.Popen(command, env=variables, stdout=file, stderr=file))
+        codes = [one.wait(300) for one in nodes]
+    finally:
+        for one in nodes:
+            one.kill()
+            one.wait()
+    shown = [output.read_text() for output in outputs]
+    assert codes == [0, 0], shown
+    assert all("batches.micro_batch_size is 2, since larger" in text for text in shown)
+    assert sizes(small) == [None, 2]
+
+
+def test_the_smallest_size_that_a_node_asks_for_is_that_of_all(tmp_path, monkeypatch):
+    asked = {0: 0, 1: 4, 2: 2}
+    nodes = meet(*(node(rank, lowered_micro_batch_size=size) for rank, size in asked.items()))
+    monkeypatch.chdir(tmp_path)
+    Path("tiny.yaml").write_text(CONFIG.replace("micro_batch_size: 4", "micro_batch_size: 0"))
+    given = parsed("cpu")
+    for others in nodes:
+        kept, here = memory.with_lowered_micro_batch(given, given, others)
+        assert kept.lowered_micro_batch_size == here.config.batches.micro_batch_size == 2
+        assert kept.config is given.config
+        assert here.arguments[-1] == "--batches.micro_batch_size=2"
