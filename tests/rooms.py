@@ -145,6 +145,23 @@ ROOMS = (
         tests=("test_watchdog.py",),
     ),
     Room(
+        name="memory",
+        goes="Where a micro-batch does not fit in memory, the run ends; no smaller one is tried.",
+        files=("memory.py", "launching/memory.py"),
+        word=r"memory import|import memory|memory_explained|\bmemory\.\w+\(|(next|lowered)_micro_batch"
+        "|loss_adds_up",
+        lines={
+            "train.py": 2,
+            "failures.py": 1,
+            "run_folder.py": 1,
+            "checks/recipe.py": 5,
+            "launching/launch.py": 9,
+            "launching/attempts.py": 2,
+            "launching/nodes.py": 1,
+        },
+        most=21,  # the launchers of all nodes agree on the size
+    ),
+    Room(
         name="statistics",
         goes="On several processes, the running statistics of BatchNorm are those of rank 0.",
         files=("statistics.py",),
@@ -157,6 +174,7 @@ ROOMS = (
         files=("loading/streams.py",),
         word="is_stream|of_stream|of a stream|stream_states|StreamBatches|reads_streams",
         lines={
+            "memory.py": 2,
             "train.py": 6,
             "state.py": 1,
             "contract.py": 2,

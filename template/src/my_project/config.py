@@ -44,7 +44,7 @@ class BatchesConfig:
     """The most samples of a forward pass; 0: each rank takes its part of the global batch at once.
     The global batch is cut into as few equal micro-batches as this allows, which the ranks take in
     turn, so that dropout and BatchNorm are the same for any number of processes up to that of the
-    micro-batches."""
+    micro-batches. The launcher halves it where it does not fit in memory (memory.py)."""
     workers: int | None = may_change(None, least=0)
     """Loader processes per rank; null: one less than the CPUs of this rank, at most 8."""
     seed_samples: Literal["auto"] | bool = "auto"

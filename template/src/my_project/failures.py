@@ -28,6 +28,7 @@ from .words import say, short_path
 
 FOLDER = "LAUNCH_ERRORS"  # the variable with the folder in which the launcher looks for error files
 CONSEQUENCES = ("lost contact", "waiting")  # causes that follow from the failure of another rank
+OUT_OF_MEMORY = ("out of memory", "out of host memory")  # of the device, and of the host
 LATE_SECONDS = 2.0  # a watchdog looks once a second
 # As printed in the message of an exception that a loader worker passed on.
 FRAME = re.compile(r'  File "(.+)", line (\d+), in (.+)(?:\n    (\S.*))?')
@@ -101,6 +102,7 @@ class Failure:
     errno: str | None = None
     exit_code: int
     attempt: int = 0
+    next_micro_batch_size: int | None = None  # that the launcher tries
     frames: tuple[Frame, ...] = ()
     details: str = ""
     # null unless the cause is "not finite"
@@ -268,7 +270,8 @@ def record_of(error: BaseException) -> Failure:
         exit_code=error.exit_code if isinstance(error, ConfigError) else 1 + would_repeat,
     )
     at = None if cause == "loader worker" else found.at  # where the process noticed it
-    facts = getattr(error, "facts", {}) if cause == "not finite" else {}
+    has_facts = cause in ("not finite", *OUT_OF_MEMORY)
+    facts = getattr(error, "facts", {}) if has_facts else {}
     return replace(found, at=at, errno=errno_of(error), **facts)
 
 

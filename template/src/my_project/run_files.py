@@ -230,7 +230,8 @@ LINE = {  # the types of fields of a line in starts.jsonl
     **dict.fromkeys(("event", "id"), str),
     "time": NUMBER,
     **dict.fromkeys(("first_step_time", "from_step", "step", "checkpoint"), (*NUMBER, NoneType)),
-    **dict.fromkeys(("outcome", "cause"), (str, NoneType)),
+    **dict.fromkeys(("outcome", "cause", "settings"), (str, NoneType)),
+    "micro_batch_size": (int, NoneType),
 }
 BLOCK_BYTES = 1 << 16  # of one read from the end of a file
 ENDED = ("finished", "preempted")  # with nothing to do again

@@ -58,6 +58,7 @@ class Run:
         self.total_steps = 0  # until the data is known
         self.step = 0  # steps done, for failure reports
         self.progress_time: float | None = None  # of the last progress
+        self.loss_adds_up = True  # over micro-batches, as far as checks/recipe.py knows
         self.is_stepping = False  # that was a step, so that the next one is due soon
         self.first_step_time: float | None = None  # when the first step of this start ended
         self.from_step: int | None = None  # the steps done before it
@@ -389,7 +390,7 @@ def failures_recorded(run: Run) -> Iterator[None]:
         yield
     except BaseException as error:
         ignore_ended_workers()
-        if failures.cause_of(error) == "out of memory":
+        if failures.cause_of(error) == "out of memory" and not hasattr(error, "facts"):
             error.add_note(
                 "Lower batches.micro_batch_size: accumulation rises to match, so the curve is the"
                 " same."

@@ -41,6 +41,7 @@ from .loading.seeding import seed_forward
 from .loading.streams import StreamBatches
 from .mirror.download import fetch_from_mirror
 from .mirror.upload import finish_mirror, start_mirror
+from .memory import memory_explained
 from .process import PREEMPTED, garbage_collected_at_records, world
 from .ranks import gather_on_main, open_run
 from .records import samples
@@ -130,7 +131,8 @@ def main(config: Config) -> int:
     ):
         t = build(run, layout, accelerator, stop, data_info, train_set, validation_sets)
         with t.checkpoints, t.recorder, garbage_collected_at_records():
-            end_reason = train(t)
+            with memory_explained(accelerator, run, layout, t.model, train_set):
+                end_reason = train(t)
         return finish(t, end_reason)
 
 

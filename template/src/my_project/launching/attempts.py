@@ -18,7 +18,7 @@ from pathlib import Path
 from signal import Signals
 from typing import Any
 
-from ..failures import Failure, first_failure
+from ..failures import OUT_OF_MEMORY, Failure, first_failure
 from ..files import open_own
 from ..process import PREEMPTED
 from ..run_files import (
@@ -144,6 +144,7 @@ class Starts:
         """
         first = first_failure(failures)
         causes = (*CAUSES, *["waiting"] * may_have_waited)
+        causes += OUT_OF_MEMORY if first and first.next_micro_batch_size else ()
         may_mend = first.cause in causes if first else others_failed
         if not may_mend and not any(code < 0 for code in codes.values()):
             return "the error would repeat"
@@ -154,6 +155,8 @@ class Starts:
         if saved > self._saved or 0 < self._reported < reported:
             self._in_vain = 0
         self._saved, self._reported = saved, max(self._reported, reported)
+        # a smaller micro-batch is not one more try of the same, and there is an end to them
+        self._in_vain -= bool(first and first.next_micro_batch_size and self.limit)
         if self._in_vain >= self.limit:
             return f"{self.limit} restarts have brought no new step"
         self._in_vain += 1

@@ -61,6 +61,7 @@ from ..files import (
     write_atomically,
     writing,
 )
+from ..launching import memory
 from ..process import (
     HELD_SECONDS,
     LAUNCHER,
@@ -150,6 +151,7 @@ class Launch:
     own: argparse.Namespace  # the options of this module
     config: Config
     code: str  # files.code_digest, when this launcher began to import
+    lowered_micro_batch_size: int = 0  # what did not fit before was larger; 0: nothing
 
     def among(self, others: Any) -> "Launch":
         """Return the launch on the nodes that take part in the current start.
@@ -271,6 +273,7 @@ def parse(arguments: list[str]) -> Launch:
         own=own,
         config=config,
         code=code_digest(config.recipe) if nodes > 1 else "",
+        lowered_micro_batch_size=memory.lowered_micro_batch(config, options),
     )
 
 
@@ -495,6 +498,7 @@ def meet_other_nodes(
         host=socket.gethostname(),
         interface=interface,
         ip=ip,
+        lowered_micro_batch_size=launch.lowered_micro_batch_size,
         start=start or f"{uuid.uuid4().hex[:12]}.0",
         is_new=not start,
         **about,
@@ -700,19 +704,24 @@ def run(launch: Launch, workers: Workers, command: str = "") -> Ending:
     others, lost = workers.others, None
     while True:
         here = launch.among(others)
+        launch, here = memory.with_lowered_micro_batch(launch, here, others)
         if others and not workers.stop_signal:  # else there was no other start
             starts.follow(others.members[0].start)
             if starts.count:
                 print(summary(here), flush=True)
         if starts.about:
             starts.about = {"nodes": here.nodes, "world_size": here.world_size}
+            starts.about |= memory.lowered_micro_batch_fields(launch, here)
         start = starts.id
+        memory_kills = memory.count_memory_kills()
         codes, found = run_module(here, workers, TRAIN, logs, starts)
         if codes:  # else it was stopped before another start
             lost = others.lost if others else None
         if codes and lost:
             found.append(report_lost_node(here, others, starts))
         record_end(logs, workers, codes, starts.count)
+        memory.report_memory_kill(memory_kills, codes, found, workers, logs, starts)
+        launch = memory.with_next_micro_batch(launch, found)
         by_themselves = {rank: code for rank, code in codes.items() if rank not in workers.killed}
         # stopped for another node, or on another one: the run may go on
         has_saved = bool(launch.own.min_machines) and {*codes.values()} == {PREEMPTED}

@@ -60,6 +60,7 @@ class Node:
     refusal: str = ""  # why it will not start its processes again after a failure
     has_waited: bool = False  # its processes, for others: they start again if a node has left
     start: str = ""  # Starts.id on node 0, which all nodes take over
+    lowered_micro_batch_size: int = 0  # larger ones do not fit in its memory; 0: not known
     launcher: str = THIS_LAUNCHER
     is_new: bool = True  # it has taken part in no start yet
 

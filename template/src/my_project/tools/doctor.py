@@ -38,7 +38,7 @@ from ..failures import (
     late,
 )
 from ..files import open_own, read_json
-from ..run_files import is_locked, local_folder, read_failures, step_of
+from ..run_files import each_start, is_locked, local_folder, read_failures, step_of
 from ..words import format_seconds, printable, say, shortened
 from . import flight_recorder
 from .reader import Run, parser_of, read_folder, read_run, run_tool, time_of
@@ -447,6 +447,13 @@ def by_checks(records: list[dict[str, Any]]) -> list[str]:
     return [f"from step {step} on: {problem}" for problem, step in firsts]
 
 
+def by_memory(folder: Path) -> list[str]:
+    """Return to which size the launcher has lowered the micro-batches, if it has."""
+    size = next((one.get("micro_batch_size") for one in reversed(each_start(folder))), None)
+    why = "since larger micro-batches did not fit in memory (starts.jsonl)"
+    return [f"batches.micro_batch_size was lowered to {size}, {why}"] if size else []
+
+
 # ---- what is said of it --------------------------------------------------------------------------
 def diagnose(folder: Path, now: float | None = None) -> dict[str, Any]:
     """Return what --json prints.
@@ -476,7 +483,7 @@ def diagnose(folder: Path, now: float | None = None) -> dict[str, Any]:
     known = known or ["no failure"] * (outcome in ("finished", "preempted"))
     if (count := run.status.warnings) and not start.is_unopened:
         known.append(f"rank 0 gave warnings ({count}): see {start.logs.get(0, 'what it printed')}")
-    known += by_checks(run.skimmed[1])
+    known += by_checks(run.skimmed[1]) + by_memory(folder)
     certainty = "known" if cause.get("is_known", kind not in LIKELY) else "likely"
     place: Frame | None = cause.get("at")
     first = {name: cause.get(name) for name in ("rank", "host", "step", "what", "says")}

@@ -1,0 +1,146 @@
+"""Smaller micro-batches for the next start, on all nodes alike, where larger ones do not fit.
+
+Each process says which size to try (memory.py). Of a process that the kernel has killed for lack of
+memory, the launcher says it: the kernel counts such kills for each control group.
+"""
+
+import hashlib
+import json
+from argparse import Namespace
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from signal import SIGKILL
+from typing import TYPE_CHECKING, Any
+
+from ..config import Config, to_dict
+from ..failures import Failure, first_failure, record, write_error
+from ..files import read_json
+from ..loading.layout import batch_layout
+from ..run_files import last_record, lines, newest_checkpoint
+from ..run_folder import starts_over_now
+from ..words import say
+
+CONTROL_GROUPS, OWN_GROUPS = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
+
+if TYPE_CHECKING:
+    from .attempts import Starts
+    from .launch import Launch
+    from .workers import Workers
+
+
+# ---- the micro-batch size ------------------------------------------------------------------------
+def lowered_micro_batch(config: Config, options: Namespace) -> int:
+    """Return the size to which earlier launches with the same settings have come; 0 without one.
+
+    So the same command does not try again what did not fit. A command with other settings does.
+    """
+    if starts_over_now(config):
+        return 0
+    digest = _digest(config, options)
+    sizes = [line for line in lines(config.folder) if line.get("settings") == digest]
+    return max([0, *(line.get("micro_batch_size") or 0 for line in sizes[-1:])])
+
+
+def with_next_micro_batch(launch: "Launch", found: list[Failure]) -> "Launch":
+    """Return a launch with the size that a failed process of this node asks for."""
+    first = first_failure(found)
+    size = first.next_micro_batch_size if first else None
+    return replace(launch, lowered_micro_batch_size=size) if size else launch
+
+
+def with_lowered_micro_batch(
+    launch: "Launch", here: "Launch", others: Any
+) -> "tuple[Launch, Launch]":
+    """Return both launches with the size on which the nodes agree: the smallest that one asks for.
+
+    Args:
+        launch: the settings as they were given, which keeps the size for later starts.
+        here: the settings of the next start, to which it applies.
+        others: nodes.OtherNodes; None on one node.
+    """
+    sizes = [node.lowered_micro_batch_size for node in others.members] if others else []
+    size = min(filter(None, sizes or [launch.lowered_micro_batch_size]), default=0)
+    launch = replace(launch, lowered_micro_batch_size=size)
+    batches = here.config.batches
+    if not size or size >= batch_layout(batches, here.world_size).micro_batch_size:
+        return launch, replace(here, lowered_micro_batch_size=0)
+    say(f"batches.micro_batch_size is {size}, since larger micro-batches did not fit in memory")
+    config = replace(here.config, batches=replace(batches, micro_batch_size=size))
+    arguments = (*here.arguments, f"--batches.micro_batch_size={size}")
+    return launch, replace(here, config=config, arguments=arguments, lowered_micro_batch_size=size)
+
+
+def lowered_micro_batch_fields(launch: "Launch", here: "Launch") -> dict[str, str | int]:
+    """Return what starts.jsonl says of a start with a lowered size; {} without one."""
+    if not here.lowered_micro_batch_size:
+        return {}
+    size = here.lowered_micro_batch_size
+    return {"micro_batch_size": size, "settings": _digest(launch.config, launch.options)}
+
+
+def _digest(config: Config, options: Namespace) -> str:
+    text = json.dumps([to_dict(config), options.config_file], default=str)
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+# ---- killed by the kernel ------------------------------------------------------------------------
+def count_memory_kills() -> int:
+    """Return how many processes of this control group the kernel has killed for lack of memory.
+
+    0 where that is not known: on another system than Linux, or in the root group.
+    """
+    total = 0
+    files = {"": "memory.events", "memory": "memory/memory.oom_control"}  # version 2; version 1
+    with suppress(OSError, ValueError):
+        for line in OWN_GROUPS.read_text().splitlines():
+            _, controllers, group = line.split(":", 2)
+            if file := files.get(controllers):
+                path = CONTROL_GROUPS / file
+                # in a container its own group may be mounted as the root
+                paths = path.parent / group.lstrip("/") / path.name, path
+                words = next((one.read_text() for one in paths if one.is_file()), "").split()
+                total += int(dict(zip(words[::2], words[1::2], strict=True)).get("oom_kill", 0))
+    return total
+
+
+def report_memory_kill(
+    before: int,
+    codes: dict[int, int],
+    found: list[Failure],
+    workers: "Workers",
+    logs: Path,
+    starts: "Starts",
+) -> None:
+    """Write the error file of a process that the kernel has killed for lack of memory, if any.
+
+    Args:
+        before: count_memory_kills() when the start began.
+        codes: exit codes by rank; changed to that of an error where one is to follow from it.
+        found: the failures of this start on this node, to which it is added.
+        workers: of this node.
+        logs: the log folder.
+        starts: those of this launch.
+    """
+    killed = [rank for rank, code in codes.items() if code == -SIGKILL and rank not in workers.killed]
+    if not killed or count_memory_kills() <= before:
+        return
+    rank, reason = killed[0], "killed by the kernel: no memory is left in its control group or host"
+    failure = replace(
+        record(reason=reason, cause="out of host memory"),
+        rank=rank,
+        step=last_record(starts.folder).get("step", 0),
+        launch=starts.id,
+    )
+    # written by memory_explained, unless the process was killed before
+    note = read_json(logs / f"micro_batch_rank_{rank:05d}.json")
+    is_noted = note.get("launch") == starts.id
+    if is_noted and (newest_checkpoint(starts.folder) or 0) <= note["first_step"]:
+        facts = {name: note[name] for name in ("next_micro_batch_size", "exit_code")}
+        failure = replace(failure, reason=f"{reason}. {note['advice']}", **facts)
+        if facts != {"next_micro_batch_size": None, "exit_code": 1}:  # else it is tried again
+            codes[rank] = failure.exit_code
+    found.append(failure)
+    with suppress(OSError):  # the storage may be gone too
+        if starts.is_new:
+            write_error(starts.folder, failure)

@@ -1,0 +1,110 @@
+"""Out of memory before a step of this start is kept: which smaller micro-batch to try, if any.
+
+The launcher starts all processes again with it (launching/memory.py); without that launcher, the
+error names it. The global batch stays the same, and so does the curve, dropout apart. A step is
+kept once a checkpoint has it: an optimizer allocates its state in the first step, so that often
+only the second one is too large.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from traceback import walk_tb
+from typing import Any
+
+from accelerate import Accelerator
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from .checkpoint.saving import Checkpoints
+from .evaluate import evaluate
+from .failures import WORKER_TRACEBACK, cause_of, write_to_logs
+from .loading.layout import BatchLayout, is_stream
+from .run_files import newest_checkpoint
+from .run_folder import Run
+
+NOTE = "micro_batch_rank"  # the file in the log folder for a process that the kernel may kill
+
+
+@dataclass(frozen=True, kw_only=True)
+class Smaller:
+    """What to do if a micro-batch does not fit in memory."""
+
+    advice: str
+    next_micro_batch_size: int | None = None  # that the launcher tries
+    exit_code: int = 1
+
+
+@contextmanager
+def memory_explained(
+    accelerator: Accelerator, run: Run, layout: BatchLayout, model: nn.Module, train_set: Any
+) -> Iterator[None]:
+    """Add to an error of the block what to do about memory.
+
+    Host memory counts where the CPU trains. A loader worker that runs out of it does not: fewer
+    workers help there, and `loader worker` is a cause of its own.
+    """
+    first_step, is_on_cpu = run.step, accelerator.device.type == "cpu"
+    if is_on_cpu:  # the kernel may kill this process, which then explains nothing
+        smaller = smaller_micro_batch(run, layout, model, train_set)
+        write_to_logs(NOTE, asdict(smaller) | {"launch": run.token, "first_step": first_step})
+    try:
+        yield
+    except Exception as error:
+        kind = cause_of(error)
+        is_of_host = is_on_cpu and WORKER_TRACEBACK not in str(error)
+        is_full = kind == "out of memory" or (kind == "out of host memory" and is_of_host)
+        if is_full and (newest_checkpoint(run.folder) or 0) <= first_step:
+            _explain(error, run, smaller_micro_batch(run, layout, model, train_set))
+        raise
+
+
+def _explain(error: Exception, run: Run, smaller: Smaller) -> None:
+    """Add to an error what its error file and the launcher are to know."""
+    codes = [frame.f_code for frame, _ in walk_tb(error.__traceback__)]
+    size = run.config.evaluation.batch_size
+    if Checkpoints.save.__code__ in codes:  # which does not depend on the micro-batch
+        return
+    if size and evaluate.__code__ in codes:
+        smaller = Smaller(advice=f"Lower evaluation.batch_size, which is {size}.")
+    error.add_note(smaller.advice)
+    facts = asdict(smaller)
+    del facts["advice"]
+    setattr(error, "facts", facts)  # noqa: B010 - see failures.record_of
+
+
+def smaller_micro_batch(
+    run: Run, layout: BatchLayout, model: nn.Module, train_set: Any
+) -> Smaller:
+    """Return what to do if the micro-batches of a layout do not fit in memory."""
+    size, total = layout.micro_batch_size, layout.global_batch_size
+    sizes = [*range(size // 2, 0, -1)]
+    sizes = [n for n in sizes if not is_stream(train_set) or not train_set.lanes % -(-total // n)]
+    if not sizes:
+        return Smaller(
+            advice=f"batches.micro_batch_size cannot be less than {size} here: save memory by"
+            " --precision bf16, --distributed.activation_checkpointing true, or FSDP2."
+        )
+    if why := _why_the_curve_would_change(run, model):
+        return Smaller(
+            advice=f"batches.micro_batch_size {sizes[0]} may fit, but is yours to set: it would"
+            f" change the curve, since {why}.",
+            exit_code=2,
+        )
+    return Smaller(
+        advice=f"Micro-batches of {size} do not fit, batches.micro_batch_size {sizes[0]} is the"
+        " next to try: accumulation rises to match, so the curve is the same, dropout apart.",
+        next_micro_batch_size=sizes[0],
+    )
+
+
+def _why_the_curve_would_change(run: Run, model: nn.Module) -> str:
+    """Return why the loss or the model depends on the size of a micro-batch; "" if neither does."""
+    if getattr(run.config.recipe, "compares_samples", False):
+        return "the loss compares the samples of a micro-batch (compares_samples)"
+    if not run.loss_adds_up:
+        return "the loss is not a sum over samples (checks.recipe)"
+    for name, layer in model.named_modules():
+        if isinstance(layer, _BatchNorm) and layer.training:
+            return f"the BatchNorm {name} is in train mode"
+    return ""
