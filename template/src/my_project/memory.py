@@ -19,7 +19,8 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from .checkpoint.saving import Checkpoints
 from .evaluate import evaluate
 from .failures import WORKER_TRACEBACK, cause_of, write_to_logs
-from .loading.layout import BatchLayout, is_stream
+from .loading import layout as layouts
+from .loading.layout import BatchLayout
 from .run_files import newest_checkpoint
 from .run_folder import Run
 
@@ -73,13 +74,11 @@ def _explain(error: Exception, run: Run, smaller: Smaller) -> None:
     setattr(error, "facts", facts)  # noqa: B010 - see failures.record_of
 
 
-def smaller_micro_batch(
-    run: Run, layout: BatchLayout, model: nn.Module, train_set: Any
-) -> Smaller:
+def smaller_micro_batch(run: Run, layout: BatchLayout, model: nn.Module, train_set: Any) -> Smaller:
     """Return what to do if the micro-batches of a layout do not fit in memory."""
-    size, total = layout.micro_batch_size, layout.global_batch_size
-    sizes = [*range(size // 2, 0, -1)]
-    sizes = [n for n in sizes if not is_stream(train_set) or not train_set.lanes % -(-total // n)]
+    size, total, lanes = layout.micro_batch_size, layout.global_batch_size, 0
+    lanes = train_set.lanes if layouts.is_stream(train_set) else 0
+    sizes = [n for n in range(size // 2, 0, -1) if not lanes % -(-total // n)]
     if not sizes:
         return Smaller(
             advice=f"batches.micro_batch_size cannot be less than {size} here: save memory by"
@@ -102,7 +101,7 @@ def _why_the_curve_would_change(run: Run, model: nn.Module) -> str:
     """Return why the loss or the model depends on the size of a micro-batch; "" if neither does."""
     if getattr(run.config.recipe, "compares_samples", False):
         return "the loss compares the samples of a micro-batch (compares_samples)"
-    if not run.loss_adds_up:
+    if not run.adds_up_by_sample:
         return "the loss is not a sum over samples (checks.recipe)"
     for name, layer in model.named_modules():
         if isinstance(layer, _BatchNorm) and layer.training:

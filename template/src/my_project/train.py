@@ -39,9 +39,9 @@ from .loading.loader import IndexedBatches
 from .loading.prepare import prepare_data
 from .loading.seeding import seed_forward
 from .loading.streams import StreamBatches
+from .memory import memory_explained
 from .mirror.download import fetch_from_mirror
 from .mirror.upload import finish_mirror, start_mirror
-from .memory import memory_explained
 from .process import PREEMPTED, garbage_collected_at_records, world
 from .ranks import gather_on_main, open_run
 from .records import samples
