@@ -56,7 +56,7 @@ KINDS = (
 
 
 def start(environment: dict[str, str], is_sharded: bool, config: Any) -> int:
-    os.environ |= {"ACCELERATE_USE_CPU": "1"} | environment
+    os.environ |= {"ACCELERATE_USE_CPU": "1", "OMP_NUM_THREADS": "1"} | environment
     return train_sharded(config) if is_sharded else train(config)
 
 
@@ -70,7 +70,7 @@ def config_of(folder: Path, **settings: Any) -> Any:
             "checkpoints__every_steps": 2,
             "evaluation__every_steps": 4,
             "evaluation__best_metric": "validation/accuracy",
-            "optim__ema_decay": 0.9,
+            "optim__ema_decay": 0.7,
             "run_name": "run",
         }
         | settings,

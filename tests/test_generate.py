@@ -272,7 +272,7 @@ def test_the_license_is_the_chosen_one_and_an_install_brings_its_needs(
         assert set(installed) == {f'-e ".[{extras},dev]"'}
     assert f'--editable ".[{extras}]" ' in (project / "Dockerfile").read_text()
     pyproject = tomllib.loads((project / "pyproject.toml").read_text())["project"]
-    assert set(pyproject["optional-dependencies"]) == {*chosen, "dev"}
+    assert set(pyproject["optional-dependencies"]) == {*chosen, "s3", "gcs", "azure", "dev"}
     for place in ("configs/*.yaml", "src/leafscan/recipes/[a-z]*.py"):
         assert {path.stem for path in project.glob(place)} == set(chosen)
     tests = {path.stem.removeprefix("test_") for path in project.glob("tests/recipes/test_*.py")}
