@@ -135,6 +135,11 @@ class Mirror:
         with self._changed:
             return self._changed.wait_for(lambda: self._tried == self._asked, seconds)
 
+    @property
+    def failure(self) -> Exception | None:
+        """Return why the newest upload has failed; None if it has not."""
+        return self._superseded or self._failure
+
     def has_finished(self, deadline: float) -> bool:
         """Wait for a while until the end of the run is uploaded; return whether it is, or too late.
 
