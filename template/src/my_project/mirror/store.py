@@ -11,11 +11,14 @@ Any URL that fsspec knows is a mirror; fsspec is imported when one is given.
 
 import hashlib
 import json
+import os
 import re
+import shutil
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from io import BytesIO
 from pathlib import Path
 from typing import IO, Any
 
@@ -60,15 +63,21 @@ class Store:
             self.fs.auto_mkdir = True
 
     @contextmanager
-    def _errors(self) -> Iterator[None]:
-        """Turn what the libraries of stores raise into an OSError without secrets."""
+    def _errors(self, *, may_be_missing: bool = True) -> Iterator[None]:
+        """Turn what the libraries of stores raise into an OSError without secrets.
+
+        Args:
+            may_be_missing: raise FileNotFoundError as it is; else it means that there is no bucket.
+        """
         try:
             yield
-        except FileNotFoundError:
-            raise
-        except Exception as error:  # botocore's, aiohttp's and others have no common class
+        except Exception as error:
+            if may_be_missing and isinstance(error, FileNotFoundError):
+                raise
+            # botocore's, aiohttp's and others have no common class
             text = " ".join(str(error).split()) or type(error).__name__
-            raise OSError(f"{self.url}: {mask(text)}") from error
+            kind = PermissionError if isinstance(error, PermissionError) else OSError
+            raise kind(f"{self.url}: {mask(text)}") from error
 
     def sizes(self, below: str = "") -> dict[str, int]:
         """Return the bytes of each file, by name."""
@@ -106,19 +115,19 @@ class Store:
         """
         target = f"{self.root}/{name}"
         at = f"{target}{PARTIAL}" if self.is_local else target  # others replace atomically
-        size = content.stat().st_size if isinstance(content, Path) else len(content)
-        with self._errors():
-            if isinstance(content, Path):
-                block = max(BLOCK_BYTES, size // 9000)
-                with content.open("rb") as source, self.fs.open(at, "wb", block_size=block) as file:
-                    while data := source.read(BLOCK_BYTES):
-                        file.write(data)
-            else:
-                self.fs.pipe_file(at, content)
-            if (there := self.fs.info(at)["size"]) != size:
-                raise OSError(f"{name} has {there} bytes there, not {size}")
-            if self.is_local:
-                self.fs.mv(at, target)
+        with content.open("rb") if isinstance(content, Path) else BytesIO(content) as source:
+            size = source.seek(0, os.SEEK_END)
+            source.seek(0)
+            with self._errors(may_be_missing=False):
+                if size <= BLOCK_BYTES:
+                    self.fs.pipe_file(at, source.read())
+                else:
+                    with self.fs.open(at, "wb", block_size=max(BLOCK_BYTES, size // 9000)) as file:
+                        shutil.copyfileobj(source, file, BLOCK_BYTES)
+                if (there := self.fs.info(at)["size"]) != size:
+                    raise OSError(f"{name} has {there} bytes there, not {size}")
+                if self.is_local:
+                    self.fs.mv(at, target)
 
     def fetch(self, name: str, path: Path) -> None:
         """Copy a file into a local one, and flush it to disk."""
