@@ -45,6 +45,12 @@ NAMED = re.compile(  # name=value, 'name': 'value', --name value
     (?P<value>(?:(?:bearer|basic)\s+)?(?:(?<=")[^"]*|(?<=')[^']*|[^\s"',;&)}\]]+))""",
     re.IGNORECASE | re.VERBOSE,
 )
+LITERAL = re.compile(  # in Python: name = "value", name: str = "value", "name": "value"
+    r"""(?P<name>[\w.-]+)
+    (?P<sign>["']?\]?\s*(?::[\w\s.|\[\]]+)?[=:]=?\s*[rbfu]{0,2}(?P<quote>["']))
+    (?P<value>(?:(?!(?P=quote)).){6,}(?=(?P=quote)))""",
+    re.IGNORECASE | re.VERBOSE,
+)
 NAME = re.compile(r"""(?<![\w.-])[\w.-]+(?=["']?\s*[=:])""")
 BEARER = re.compile(r"(?<=\bbearer )(?=\S*\d)[\w.~+/=-]{8,}", re.IGNORECASE)
 # Credentials in a URL, up to the last @, since a password may have any character; not host:port/.
@@ -77,6 +83,17 @@ def _mask_unnamed(text: str) -> str:
     for value in sorted(_known(), key=len, reverse=True):
         text = text.replace(value, MASK)
     return IN_URL.sub(MASK, BEARER.sub(MASK, text))
+
+
+def mask_source(text: str) -> str:
+    """Mask secrets in Python code: of values only strings that are neither special nor a name."""
+
+    def mask_literal(found: re.Match[str]) -> str:
+        is_name = re.fullmatch(r"[A-Z][A-Z_\d]+|[<\[].*[>\]]", found["value"])  # as HF_TOKEN is
+        is_kept = is_name or not _is_masked(found["name"])
+        return found[0] if is_kept else found["name"] + found["sign"] + MASK
+
+    return LITERAL.sub(mask_literal, _mask_unnamed(text))
 
 
 def mask_command(arguments: Iterable[str]) -> list[str]:
