@@ -167,6 +167,7 @@ TEMPLATE_FILES = (
     "src/my_project/tools/report/page.py",
     "src/my_project/tools/report/report.py",
     "src/my_project/tools/report/sections.py",
+    "src/my_project/tools/reproduce.py",
     "src/my_project/tools/runs.py",
     "src/my_project/tools/simulate.py",
     "src/my_project/tools/spikes.py",

@@ -73,11 +73,19 @@ ROOMS = (
     ),
     Room(
         name="provenance",
-        goes="run.json does not say which code, packages and command a run had, and preflight does"
-        " not compare them.",
-        files=("provenance.py",),
-        word=r"provenance|\binstalled\(|code_digest",
-        lines={"run_folder.py": 2, "tools/preflight.py": 3},
+        goes="run.json does not say which code, packages and command a run had, no start keeps the"
+        " code that ran, `runs --reproduce` goes, and preflight does not compare nodes.",
+        files=("provenance.py", "tools/reproduce.py"),
+        word=r"provenance|\binstalled\(|code_digest|reproduce",
+        lines={
+            "run_folder.py": 4,
+            "manifest.py": 1,
+            "checkpoint/saving.py": 1,
+            "checkpoint/exporting.py": 1,
+            "tools/preflight.py": 3,
+            "tools/runs.py": 5,
+        },
+        most=15,  # it is in checkpoints and exports too
     ),
     Room(
         name="ema",

@@ -36,7 +36,15 @@ from typing import Any
 from .config import Config, to_yaml
 from .files import discard, from_object, open_own, read_json
 from .manifest import put_in_place
-from .safety.redaction import RECORDED_VARIABLES, is_secret, mask, mask_command, mask_source
+from .safety.redaction import (
+    MASK,
+    RECORDED_VARIABLES,
+    is_masked,
+    is_secret,
+    mask,
+    mask_command,
+    mask_unnamed,
+)
 from .words import PACKAGE
 
 logger = logging.getLogger(__name__)
@@ -44,6 +52,12 @@ RECORDED_PACKAGES = ("torch", "accelerate", "safetensors", "torchmetrics", "nump
 MOST_BYTES = 1_000_000  # of the code that a start keeps
 MOST_CHANGED_BYTES = 64_000_000  # of the files that git compares with the commit
 GIT_SECONDS = 10.0
+LITERAL = re.compile(  # in Python: name = "value", name: str = "value", "name": "value"
+    r"""(?P<name>[\w.-]+)
+    (?P<sign>["']?\]?\s*(?::[\w\s.|\[\]]+)?[=:]=?\s*[rbfu]{0,2}(?P<quote>["']))
+    (?P<value>(?:(?!(?P=quote)).){6,}(?=(?P=quote)))""",
+    re.IGNORECASE | re.VERBOSE,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -386,6 +400,17 @@ def masked_patch(patch: str) -> tuple[str, set[str], list[str]]:
 def mask_file(text: str, name: str) -> str:
     """Mask secrets in a file's text: in Python only literals, so that the code stays the same."""
     return mask_source(text) if name.endswith(".py") else mask(text)
+
+
+def mask_source(text: str) -> str:
+    """Mask secrets in Python code: of values only strings that are neither special nor a name."""
+
+    def mask_literal(found: re.Match[str]) -> str:
+        is_name = re.fullmatch(r"[A-Z][A-Z_\d]+|[<\[].*[>\]]", found["value"])  # as HF_TOKEN is
+        is_kept = is_name or not is_masked(found["name"])
+        return found[0] if is_kept else found["name"] + found["sign"] + MASK
+
+    return LITERAL.sub(mask_literal, mask_unnamed(text))
 
 
 def _archive(sources: dict[Path, str]) -> tuple[bytes, set[str]]:

@@ -9,8 +9,6 @@ not known of a run under way, nor of starts by accelerate launch or torchrun.
 
 The settings of each run are compared with those of the first, by name, of the runs with the same
 recipe. A run under way is read without disturbing it.
-
---reproduce prints the commands that bring code, environment and run back, for an empty folder.
 """
 
 import sys
@@ -156,10 +154,10 @@ def main() -> None:
     """List the runs."""
     parser = parser_of("runs", __doc__)
     parser.add_argument("folder", nargs="?", default="runs", type=Path, help="default: runs")
-    parser.add_argument("--reproduce", type=Path, metavar="RUN", help="the folder of a run")
+    parser.add_argument("--reproduce", type=Path, help="print what runs a run again")
     arguments = parser.parse_args()
     if arguments.reproduce:
-        return reproduce.print_commands(arguments.reproduce)
+        raise SystemExit(reproduce.print_commands(arguments.reproduce))
     print_runs(runs := list_runs(arguments.folder))
     for run in (summary.run for summary in runs):
         for problem in run.problems:
