@@ -346,7 +346,7 @@ def _changes(top: Path, sources: Iterable[Path]) -> tuple[str, set[Path], str]:
         index, output = Path(folder, "index"), Path(folder, "patch")
         own = top / (_git(top, "rev-parse", "--git-path", "index") or "")
         with suppress(OSError):  # a commit without an index
-            shutil.copyfile(own, index)
+            shutil.copy2(own, index)  # with its time, by which git sees what changed just now
         listed = _git(top, "ls-files", "-z", "--others", "--exclude-standard", "--", *paths)
         new = [name for name in (listed or "").split("\0") if name]
         if new:
