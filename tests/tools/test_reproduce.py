@@ -70,7 +70,7 @@ def test_the_commands_give_the_same_weights(tmp_path, in_git, train_as, in_envir
     project = make_project(tmp_path, in_git)
     run_command(project, PYTHON, "-m", *train_as.split(), PYTHONPATH="src")
     run = tmp_path / "kept"
-    shutil.move(project / f"runs/{next((project / 'runs').iterdir()).name}", run)
+    shutil.move(next((project / "runs").glob("[!.]*")), run)
     if in_git:  # what was not committed is gone, and later ones too
         run_command(project.parent, "git", "clean", "-fdxq")
         run_command(project.parent, "git", "checkout", "-q", ".")
