@@ -326,29 +326,29 @@ def git(project: Path, *words: str) -> bool:
 
 
 def make_repository(answers: dict[str, Any], project: Path) -> str:
-    """Make the project a git repository with a first commit; return what was done, or why not.
-
-    Only the template's files are committed: with -f the folder may hold others.
-    """
+    """Make the project a git repository with a first commit; return what was done, or why not."""
     if answers.get("git_init", "no") != "yes":
         return ""
     if not git(project, "--version"):
         return "It is not a git repository, since git is not installed here."
     if git(project, "rev-parse", "--git-dir"):
         return "It is in a git repository already: commit it there."
-    if not git(project, "init", "--quiet", "--initial-branch=main"):
+    git(project, "init", "--quiet", "--initial-branch=main")
+    if not git(project, "rev-parse", "--git-dir"):
         return "It is not a git repository: git init failed."
-    by_hand = "It is a git repository without a commit: git add --all && git commit"
-    if "_output_dir" not in answers:  # cruft adds its file after this hook
-        return by_hand
+    # cruft adds its file after this hook
+    if "_output_dir" in answers and commit(answers, project):
+        return "It is a git repository with a first commit."
+    return "It is a git repository without a commit: git add --all && git commit"
+
+
+def commit(answers: dict[str, Any], project: Path) -> bool:
+    """Commit the template's files, and no others; return whether that succeeded."""
     files = [path for file in TEMPLATE_FILES if (path := destination(file, answers))]
-    is_added = git(project, "add", "--", *files)
     # no name is made up from the host's, and nobody is asked for the passphrase of a key
     options = ("-c", "user.useConfigOnly=true", "-c", "commit.gpgSign=false")
-    commit = ("commit", "--quiet", "--no-verify", "--message=Generate the project")
-    if is_added and git(project, *options, *commit):
-        return "It is a git repository with a first commit."
-    return by_hand
+    words = ("commit", "--quiet", "--no-verify", "--message=Generate the project")
+    return git(project, "add", "--", *files) and git(project, *options, *words)
 
 
 def summary(answers: dict[str, Any], folder: Path, repository: str = "") -> str:

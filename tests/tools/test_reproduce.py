@@ -83,7 +83,8 @@ def test_the_commands_give_the_same_weights(tmp_path, in_git, train_as, in_envir
     venv = f"python{sys.version_info[0]}.{sys.version_info[1]} -m venv .venv\n"
     assert venv in script
     if in_environment:  # a new one, which sees the packages that are here; pip checks versions
-        beside = f"echo {site} > .venv/lib/python3.{sys.version_info[1]}/site-packages/here.pth\n"
+        inside = f".venv/lib/python3.{sys.version_info[1]}/site-packages"
+        beside = f"echo {site} > {inside}/here.pth\nrm -rf {inside}/setuptools*\n"
         script = script.replace(venv, venv + beside)
     else:
         for line in script.splitlines():
