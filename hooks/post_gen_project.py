@@ -11,6 +11,7 @@ import json
 import os
 import re
 import shlex
+import subprocess
 import sys
 import tempfile
 from pathlib import Path
@@ -176,6 +177,7 @@ TEMPLATE_FILES = (
     "src/my_project/tools/report/page.py",
     "src/my_project/tools/report/report.py",
     "src/my_project/tools/report/sections.py",
+    "src/my_project/tools/reproduce.py",
     "src/my_project/tools/runs.py",
     "src/my_project/tools/simulate.py",
     "src/my_project/tools/spikes.py",
@@ -316,7 +318,52 @@ def without_other_extras(text: str, answers: dict[str, Any]) -> str:
     return text
 
 
-def summary(answers: dict[str, Any], folder: Path) -> str:
+def git(project: Path, *words: str) -> bool:
+    """Run git in the project; return whether it succeeded."""
+    own = ("GIT_DIR", "GIT_WORK_TREE", "GIT_INDEX_FILE", "GIT_PREFIX")  # in a hook, another's
+    variables = {name: value for name, value in os.environ.items() if name not in own}
+    try:
+        done = subprocess.run(
+            ["git", *words],
+            cwd=project,
+            env=variables,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            check=False,
+            timeout=60,
+        )
+    except (OSError, subprocess.SubprocessError):
+        return False
+    return done.returncode == 0
+
+
+def make_repository(answers: dict[str, Any], project: Path) -> str:
+    """Make the project a git repository with a first commit; return what was done, or why not."""
+    if answers.get("git_init", "no") != "yes":
+        return ""
+    if not git(project, "--version"):
+        return "It is not a git repository, since git is not installed here."
+    if git(project, "rev-parse", "--git-dir"):
+        return "It is in a git repository already: commit it there."
+    git(project, "init", "--quiet", "--initial-branch=main")
+    if not git(project, "rev-parse", "--git-dir"):
+        return "It is not a git repository: git init failed."
+    # cruft adds its file after this hook
+    if "_output_dir" in answers and commit(answers, project):
+        return "It is a git repository with a first commit."
+    return "It is a git repository without a commit: git add --all && git commit"
+
+
+def commit(answers: dict[str, Any], project: Path) -> bool:
+    """Commit the template's files, and no others; return whether that succeeded."""
+    files = [path for file in TEMPLATE_FILES if (path := destination(file, answers))]
+    # no name is made up from the host's, and nobody is asked for the passphrase of a key
+    options = ("-c", "user.useConfigOnly=true", "-c", "commit.gpgSign=false")
+    words = ("commit", "--quiet", "--no-verify", "--message=Generate the project")
+    return git(project, "add", "--", *files) and git(project, *options, *words)
+
+
+def summary(answers: dict[str, Any], folder: Path, repository: str = "") -> str:
     """Return what was made and where, and the commands that install and train it."""
     recipe = "all recipes" if answers["recipe"] == "all" else f"recipe {answers['recipe']}"
     license = "no license" if answers["license"] == "none" else f"license {answers['license']}"
@@ -325,7 +372,7 @@ def summary(answers: dict[str, Any], folder: Path) -> str:
     return f"""
 {answers["project_name"]} ({recipe}, {license}) is in
 {folder}
-
+{repository and f"{repository}{chr(10)}"}
 To install it with uv and train:
 
 cd {shlex.quote(folder.name if started_here else str(folder))}
@@ -372,7 +419,8 @@ def main(answers: dict[str, Any], project: Path) -> None:
     is_temporary = project.is_relative_to(Path(tempfile.gettempdir()).resolve())
     if "_output_dir" in answers or not is_temporary:
         # not on standard output, on which cruft diff writes its patch
-        print(summary(answers, project), end="", file=sys.stderr)
+        repository = make_repository(answers, project)
+        print(summary(answers, project, repository), end="", file=sys.stderr)
 
 
 if __name__ == "__main__":

@@ -112,11 +112,19 @@ ROOMS = (
     ),
     Room(
         name="provenance",
-        goes="run.json does not say which code, packages and command a run had, and preflight does"
-        " not compare packages.",
-        files=("provenance.py",),
-        word=r"provenance|\binstalled\(",
-        lines={"run_folder.py": 2, "tools/preflight.py": 2},
+        goes="run.json does not say which code, packages and command a run had, no start keeps the"
+        " code that ran, `runs --reproduce` goes, and preflight does not compare packages.",
+        files=("provenance.py", "tools/reproduce.py"),
+        word=r"provenance|\binstalled\(|reproduce",
+        lines={
+            "run_folder.py": 4,
+            "manifest.py": 1,
+            "checkpoint/saving.py": 1,
+            "checkpoint/exporting.py": 1,
+            "tools/preflight.py": 2,
+            "tools/runs.py": 5,
+        },
+        most=15,  # it is in checkpoints and exports too
     ),
     Room(
         name="ema",

@@ -111,7 +111,8 @@ class Desk:
         """Commit all of a folder, which becomes a git repository if it is none."""
         self.succeed("git", "init", "--quiet", "--initial-branch=main", cwd=folder)
         self.succeed("git", "add", "--all", "--force", cwd=folder)
-        self.succeed("git", "commit", "--quiet", "--message=All", cwd=folder)
+        # a generated project has a first commit
+        self.succeed("git", "commit", "--quiet", "--allow-empty", "--message=All", cwd=folder)
 
 
 @pytest.fixture
@@ -286,6 +287,55 @@ def test_the_license_is_the_chosen_one_and_an_install_brings_its_needs(
     assert (project / "LICENSE").read_text() == text.replace("The Author", RENAMED["author"])
 
 
+# The repository
+
+
+def test_the_project_is_a_repository_with_all_of_its_files_committed(template: Path, desk: Desk):
+    done = desk.cookiecutter(template)
+    project = desk.folder / "my-project"
+    assert "a git repository with a first commit" in done.stderr
+    assert desk.succeed("git", "status", "--porcelain", cwd=project) == ""
+    assert desk.succeed("git", "branch", "--show-current", cwd=project) == "main\n"
+    listed = desk.succeed("git", "ls-files", "-z", cwd=project).rstrip("\0").split("\0")
+    assert {*listed} == {*tree(project)}
+
+
+def test_f_commits_no_file_of_the_users(template: Path, desk: Desk):
+    project = desk.folder / "my-project"
+    project.mkdir()
+    (project / "notes.txt").write_text("mine")
+    desk.generate(template, "-f")
+    assert desk.succeed("git", "status", "--porcelain", cwd=project) == "?? notes.txt\n"
+
+
+def test_without_a_name_for_git_nothing_is_committed(template: Path, desk: Desk):
+    names = [name for name in desk.environment if name.startswith(("GIT_AUTHOR", "GIT_COMMITTER"))]
+    for name in names:
+        del desk.environment[name]
+    done = desk.cookiecutter(template)
+    assert done.returncode == 0
+    assert "without a commit" in done.stderr
+    project = desk.folder / "my-project"
+    assert desk.run("git", "rev-parse", "HEAD", cwd=project).returncode != 0
+    assert (project / ".git").is_dir()
+
+
+def test_a_project_in_a_repository_is_left_to_it(template: Path, desk: Desk):
+    desk.succeed("git", "init", "--quiet")
+    done = desk.cookiecutter(template)
+    assert "in a git repository already" in done.stderr
+    assert not (desk.folder / "my-project/.git").exists()
+    assert desk.succeed("git", "diff", "--cached", "--name-only") == ""
+
+
+def test_without_git_a_project_is_generated_and_this_is_said(template: Path, desk: Desk):
+    desk.environment["PATH"] = str(desk.folder)
+    done = desk.cookiecutter(template)
+    assert done.returncode == 0
+    assert "git is not installed" in done.stderr
+    assert (desk.folder / "my-project/src/my_project/train.py").is_file()
+
+
 # Refusals
 
 
@@ -340,9 +390,10 @@ def test_a_bad_typed_answer_ends_before_the_next_question(template: Path, desk: 
     assert refused.returncode == 1
     assert "Which name does its Python package have?" not in refused.stdout
     assert list(desk.folder.iterdir()) == []
-    desk.succeed(*typing, typed="Leaf Scanner\n\nleafscan\n\n\nmit\n2\n7\n2\n")
+    desk.succeed(*typing, typed="Leaf Scanner\n\nleafscan\n\n\nmit\n2\n7\n2\n3\n2\n")
     assert (desk.folder / "leaf-scanner/configs/causal_lm.yaml").is_file()
     assert "Apache License" in (desk.folder / "leaf-scanner/LICENSE").read_text()
+    assert not (desk.folder / "leaf-scanner/.git").exists()
 
 
 def test_the_lists_of_a_refusal_hold_every_dependency():
@@ -439,7 +490,7 @@ def test_the_hooks_and_the_questions_agree():
     assert PRE_GEN.PACKAGE == POST_GEN.PACKAGE
     assert questions["recipe"] == [*POST_GEN.RECIPES, "all"]
     assert questions["license"] == [*PRE_GEN.LICENSES, "none"]
-    for question in ("recipe", "license"):
+    for question in ("recipe", "license", "git_init"):
         assert [*questions["__prompts__"][question]] == ["__prompt__", *questions[question]]
     recipes = [file for file in POST_GEN.TEMPLATE_FILES if "_project/recipes/" in file]
     assert {Path(file).stem for file in recipes} - {"__init__"} == set(POST_GEN.RECIPES)

@@ -161,10 +161,12 @@ def test_a_lost_disk_costs_no_step_that_was_uploaded(tmp_path, uninterrupted):
     assert run_world(1, train_with, "none 0 0", config) == [0]
     assert status(config)["from_step"] >= 6
     assert_same_run(config, uninterrupted)
+    codes = tree_of(config.folder / "starts")
     lose_disk(config)
     assert run_world(1, train_with, "none 0 0", config) == [0]  # it has finished already
     assert_same_run(config, uninterrupted)
     assert {path.name for path in (config.folder / "export").iterdir()} > EXPORTED
+    assert tree_of(config.folder / "starts") == codes
     steps = [step_of(path) for path in checkpoints(at_mirror(config))]
     assert steps[-2:] == [8, 10]
     assert len(steps) <= 3  # with that of the best evaluation

@@ -266,8 +266,9 @@ def check_pretokenized_shards() -> None:
 def check_reproduce() -> None:
     lines = commands(page_of("reproduce"))
     run = train_as_typed("python -m my_project train configs/table.yaml")
-    code = lines[0].partition('-c "')[2].rpartition('")"')[0]
-    subprocess.run([sys.executable, "-c", code], check=True)
+    command = [sys.executable, *lines[0].split()[1:]]
+    shown = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    assert "table-again" in shown.splitlines()[-1]
     again = train_as_typed(lines[1])
     torch.testing.assert_close(
         weights(again.folder / "export"), weights(run.folder / "export"), rtol=0, atol=0

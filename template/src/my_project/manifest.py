@@ -10,7 +10,7 @@ import os
 import shutil
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, TypedDict
+from typing import Any, NotRequired, TypedDict
 
 from .files import (
     FormatError,
@@ -36,6 +36,7 @@ class Manifest(TypedDict):
     files: dict[str, str]  # the SHA-256 of each by its name
     resumed_from: str | None  # the --resume path at which the run began
     state: dict[str, Any]  # what the checkpoint holds besides tensors
+    provenance: NotRequired[dict[str, Any]]  # where it comes from
 
 
 def manifest_text(content: Manifest) -> str:

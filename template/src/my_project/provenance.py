@@ -1,25 +1,118 @@
-"""What a run records of its code, packages and command."""
+"""What a run records of its code, packages and command, and the code that each start ran.
+
+    starts/<launch>/           of each start whose code differs from that of the earlier ones
+      start.json               Kept
+      code.patch               for `git apply` on the commit: changes and untracked files
+      sources.zip              what git does not have: without git, all of the code
+      requirements.txt         the imported distributions, for pip
+      same_code.txt            the later starts that ran this code, a line each
+
+Secrets are masked. `python -m my_project runs --reproduce runs/x` says how to use these files.
+"""
 
 import ast
 import hashlib
+import importlib.metadata
+import inspect
+import io
+import json
+import logging
 import os
 import platform
+import re
+import shutil
 import socket
 import subprocess
 import sys
+import tempfile
+import zipfile
+from collections.abc import Iterable
 from contextlib import suppress
+from dataclasses import asdict, dataclass, field, replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from .safety.redaction import RECORDED_VARIABLES, is_secret, mask, mask_command
+from .config import Config, to_yaml
+from .files import discard, from_object, open_own, read_json
+from .manifest import put_in_place
+from .safety.redaction import (
+    MASK,
+    RECORDED_VARIABLES,
+    is_masked,
+    is_secret,
+    mask,
+    mask_command,
+    mask_unnamed,
+)
+from .words import PACKAGE
 
+logger = logging.getLogger(__name__)
 RECORDED_PACKAGES = ("torch", "accelerate", "safetensors", "torchmetrics", "numpy", "scikit-learn")
+MOST_BYTES = 1_000_000  # of the code that a start keeps
+MOST_CHANGED_BYTES = 64_000_000  # of the files that git compares with the commit
+GIT_SECONDS = 10.0
+LITERAL = re.compile(  # in Python: name = "value", name: str = "value", "name": "value"
+    r"""(?P<name>[\w.-]+)
+    (?P<sign>["']?\]?\s*(?::[\w\s.|\[\]]+)?[=:]=?\s*[rbfu]{0,2}(?P<quote>["']))
+    (?P<value>(?:(?!(?P=quote)).){6,}(?=(?P=quote)))""",
+    re.IGNORECASE | re.VERBOSE,
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Origin:
+    """Where a checkpoint or an export comes from."""
+
+    run: str = ""
+    start: str = ""  # the folder in starts/ that has the code; "" where none was kept
+    commit: str | None = None
+    code: str = ""  # modules_digest
+    packages: dict[str, str] = field(default_factory=dict)  # imported distributions
+    config: str = ""  # as config.yaml
+
+
+@dataclass(frozen=True, kw_only=True)
+class Kept:
+    """The content of start.json."""
+
+    code: str  # modules_digest
+    package: str = PACKAGE
+    python: str = platform.python_version()
+    packages: dict[str, str] = field(default_factory=dict)  # imported distributions
+    commit: str | None = None  # None: not in git, or nothing is committed yet
+    repository: str = ""  # its top folder
+    remote: str = ""  # its URL
+    folder: str = "."  # of the start, in the repository
+    search_path: tuple[str, ...] = (".",)  # where imports begin, in the repository
+    submodules: dict[str, str] = field(default_factory=dict)  # commits by folder
+    files: dict[str, str] = field(default_factory=dict)  # SHA-256 of code.patch and sources.zip
+    masked: tuple[str, ...] = ()  # files in which a secret was masked
+    not_kept: str = ""  # what is missing, and why
+
+    def is_like(self, other: "Kept") -> bool:
+        """Return whether the code is the same, and each package that both have imported."""
+        others = other.packages
+        is_same = all(others.get(name, known) == known for name, known in self.packages.items())
+        return is_same and replace(self, packages={}) == replace(other, packages={})
 
 
 def source_hash(file: str | Path | None) -> str | None:
     """Return the SHA-256 of a source file; None for None."""
     return hashlib.sha256(Path(file).read_bytes()).hexdigest() if file else None
+
+
+def modules() -> list[Path]:
+    """Return the project's modules."""
+    # no broken links, by which an editor locks a file
+    return sorted(path for path in Path(__file__).parent.rglob("*.py") if path.is_file())
+
+
+def modules_digest(config: Config) -> str:
+    """Return a hash of the project's modules and the recipe's."""
+    recipe = inspect.getsourcefile(type(config.recipe))
+    hashes = [source_hash(path) for path in (*modules(), recipe)]
+    return hashlib.sha256(str(hashes).encode()).hexdigest()[:8]
 
 
 def installed(source: str | None = None) -> dict[str, str]:
@@ -89,13 +182,273 @@ def _launcher() -> list[str]:
     return []
 
 
-def _git(folder: Path, *arguments: str) -> str | None:
+def _git(folder: Path, *arguments: str, **variables: str) -> str | None:
     # in a hook, git's variables name another repository
-    variables = {k: value for k, value in os.environ.items() if not k.startswith("GIT_")}
+    others = {k: value for k, value in os.environ.items() if not k.startswith("GIT_")}
+    variables = others | {"GIT_OPTIONAL_LOCKS": "0"} | variables
     command = ["git", "-C", str(folder), *arguments]
     try:
         return subprocess.run(
-            command, capture_output=True, text=True, check=True, timeout=10, env=variables
+            command,
+            capture_output=True,
+            encoding="utf-8",
+            errors="surrogateescape",
+            check=True,
+            timeout=GIT_SECONDS,
+            env=variables,
         ).stdout.strip()
     except (OSError, subprocess.SubprocessError):
         return None
+
+
+# ---- the code of a start -------------------------------------------------------------------------
+def keep_code(run_folder: Path, config: Config, run: str, start: str) -> Origin:
+    """Keep the code that this start runs in starts/, unless an earlier start has the same.
+
+    Called by rank 0, before there are workers: a fork would inherit the pipes to git.
+
+    Args:
+        run_folder: of the run.
+        config: of the run.
+        run: its identity.
+        start: the name of this start.
+    """
+    packages = {name: one.version for name, one in imported_distributions().items()}
+    kept = Kept(code=modules_digest(config), packages=packages)
+    starts = run_folder / "starts"
+    try:
+        starts.mkdir(exist_ok=True)
+        for left in starts.glob(".*.partial"):  # of a start that was killed
+            discard(left)
+        kept, name = _keep(starts, config, kept, start)
+    except OSError as error:  # a run goes on without
+        kept, name = replace(kept, not_kept=f"it could not be written: {error}"), ""
+    if kept.not_kept:
+        logger.warning("the code of this start is not kept whole: %s", mask(kept.not_kept))
+    return Origin(
+        run=run,
+        start=name,
+        commit=kept.commit,
+        code=kept.code,
+        packages=packages,
+        config=to_yaml(config),
+    )
+
+
+def _keep(starts: Path, config: Config, kept: Kept, start: str) -> tuple[Kept, str]:
+    """Write the folder of a start, or its name into that of an earlier one; return its name."""
+    kept, contents = code_that_runs(config, kept)
+    for path in sorted(starts.glob("*/start.json")):
+        with suppress(TypeError):  # damaged
+            if kept.is_like(from_object(Kept, read_json(path))):
+                with open_own(path.with_name("same_code.txt"), "ab") as file:
+                    file.write(f"{start}\n".encode())
+                return kept, path.parent.name
+    temporary = starts / f".{start}.partial"
+    temporary.mkdir()
+    contents["requirements.txt"] = "".join(f"{one}\n" for one in requirements()).encode()
+    contents["start.json"] = (json.dumps(asdict(kept), indent=1) + "\n").encode()
+    for name, content in contents.items():
+        with (temporary / name).open("wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+    put_in_place(temporary, starts / start)
+    return kept, start
+
+
+def code_that_runs(config: Config, kept: Kept) -> tuple[Kept, dict[str, bytes]]:
+    """Return what start.json says of the code, and the contents of the files that hold it."""
+    sources = _sources(config)
+    patch, masked = "", set[str]()
+    if top := _top_folder(Path(list(sources)[-1]).parent):
+        kept = _in_git(kept, top, sources)
+        sources = {
+            path: str(path.relative_to(top)) if path.is_relative_to(top) else name
+            for path, name in sources.items()
+        }
+        patch, tracked, problem = _changes(top, sources)
+        patch, masked, whole = masked_patch(patch)
+        left_out = {path: name for path, name in sources.items() if path not in tracked}
+        sources = left_out | {top / name: name for name in whole if (top / name).is_file()}
+        kept = replace(kept, not_kept="; ".join(filter(None, (kept.not_kept, problem))))
+    archive, masked_there = _archive(sources)
+    contents = {"code.patch": os.fsencode(patch), "sources.zip": archive}
+    contents = {name: content for name, content in contents.items() if content}
+    if (size := sum(map(len, contents.values()))) > MOST_BYTES:
+        problem = f"it has {size / 1e6:.1f} MB, more than the {MOST_BYTES / 1e6:.0f} MB to keep"
+        kept, contents = replace(kept, not_kept=problem), {}
+    hashes = {name: hashlib.sha256(content).hexdigest() for name, content in contents.items()}
+    return replace(kept, files=hashes, masked=tuple(sorted(masked | masked_there))), contents
+
+
+def _sources(config: Config) -> dict[Path, str]:
+    """Return the files that make a run, each with its path below a folder of their own.
+
+    The accelerate configs that are here, the project's modules, and last the recipe.
+    """
+    package = Path(__file__).parent
+    sources = {path.resolve(): str(path) for path in Path("accelerate_configs").glob("*.yaml")}
+    inner = PACKAGE.replace(".", "/")
+    sources |= {path.resolve(): f"{inner}/{path.relative_to(package)}" for path in modules()}
+    recipe = Path(inspect.getsourcefile(type(config.recipe)) or __file__).resolve()
+    name = type(config.recipe).__module__.replace(".", "/")
+    name = f"{name}/__init__.py" if recipe.stem == "__init__" else f"{name}.py"
+    return sources | {recipe: sources.pop(recipe, name)}
+
+
+def _top_folder(folder: Path) -> Path | None:
+    """Return the top folder of the repository that tracks a folder, if it has a commit."""
+    if _git(folder, "check-ignore", "-q", ".") is not None or not _git(folder, "rev-parse", "HEAD"):
+        return None
+    top = _git(folder, "rev-parse", "--show-toplevel")
+    return Path(top).resolve() if top else None
+
+
+def _in_git(kept: Kept, top: Path, sources: dict[Path, str]) -> Kept:
+    """Add what a repository's state is, besides changes.
+
+    Args:
+        kept: what is known so far.
+        top: the repository's top folder.
+        sources: of _sources, whose paths end as the names do in the folders that imports begin in.
+    """
+    here = Path.cwd().resolve()
+    modules = [path for path in sources if path.suffix == ".py"]
+    roots = {Path(str(path).removesuffix(sources[path])) for path in modules}
+    roots = {root for root in roots if root.is_dir() and root.is_relative_to(top)}
+    submodules = {}
+    if (top / ".gitmodules").is_file():
+        for line in (_git(top, "submodule", "status", "--recursive") or "").splitlines():
+            if found := re.fullmatch(r"[ +U]?(\w+) (.*?)( \(.*\))?", line):
+                submodules[found[2]] = found[1]
+    changed = [name for name in submodules if _git(top / name, "status", "--porcelain")]
+    return replace(
+        kept,
+        commit=_git(top, "rev-parse", "HEAD"),
+        repository=str(top),
+        remote=mask(_git(top, "config", "--get", "remote.origin.url") or ""),
+        folder=str(here.relative_to(top)) if here.is_relative_to(top) else ".",
+        search_path=tuple(str(root.relative_to(top)) for root in (*sorted(roots - {top}), top)),
+        submodules=submodules,
+        not_kept=f"the changes in the submodules {', '.join(changed)}" if changed else "",
+    )
+
+
+def _changes(top: Path, sources: Iterable[Path]) -> tuple[str, set[Path], str]:
+    """Return a patch against the commit, the files that it or the commit has, and a problem.
+
+    Untracked files of the package are added to a copy of the index, never to the user's own.
+    """
+    paths = [str(Path(__file__).resolve().parent), *map(str, sources)]
+    paths = [path for path in paths if Path(path).is_relative_to(top)]
+    with tempfile.TemporaryDirectory() as folder:
+        index, output = Path(folder, "index"), Path(folder, "patch")
+        own = top / (_git(top, "rev-parse", "--git-path", "index") or "")
+        with suppress(OSError):  # a commit without an index
+            shutil.copy2(own, index)  # with its time, by which git sees what changed just now
+        listed = _git(top, "ls-files", "-z", "--others", "--exclude-standard", "--", *paths)
+        new = [name for name in (listed or "").split("\0") if name]
+        if new:
+            _git(top, "add", "--intent-to-add", "--", *new, GIT_INDEX_FILE=str(index))
+        options = ("--ignore-submodules=all", "--no-renames", "--no-ext-diff", "--no-textconv")
+        command = ("diff", "HEAD", "--no-color", "--no-relative", *options)
+        names = _git(top, *command, "--name-only", "-z", GIT_INDEX_FILE=str(index))
+        changed = [top / name for name in (names or "").split("\0") if name]
+        size = sum(path.lstat().st_size for path in changed if path.is_file())
+        prefixes = ("--src-prefix=a/", "--dst-prefix=b/", "--binary", f"--output={output}")
+        quoting = ("-c", "core.quotePath=false")
+        done: str | None = None
+        if names is not None and size <= MOST_CHANGED_BYTES:
+            done = _git(top, *quoting, *command, *prefixes, GIT_INDEX_FILE=str(index))
+        patch = os.fsdecode(output.read_bytes()) if done is not None else ""
+        known = _git(top, "ls-files", "-z", "--", *paths, GIT_INDEX_FILE=str(index))
+    tracked = {top / name for name in (known or "").split("\0")}
+    if done is None or len(os.fsencode(patch)) > MOST_BYTES:
+        problem = f"the changes to the commit are more than the {MOST_BYTES / 1e6:.0f} MB to keep"
+        if size <= MOST_CHANGED_BYTES and done is None:
+            problem = f"git did not tell the changes to the commit within {GIT_SECONDS:.0f} s"
+        return "", set(), f"{problem}, so there are only the modules of {PACKAGE} and the recipe"
+    return patch, tracked, ""
+
+
+def masked_patch(patch: str) -> tuple[str, set[str], list[str]]:
+    """Mask secrets in the lines that a patch adds.
+
+    A patch with a masked line of the commit would not apply, so such a file is left out.
+
+    Returns:
+        The patch, the files in which a secret was masked, and those that were left out.
+    """
+    parts, masked, left_out = [], set[str](), []
+    for part in re.split(r"(?m)^(?=diff --git )", patch):
+        header, hunks = part, ""
+        if begin := re.search(r"(?m)^@@ ", part):
+            header, hunks = part[: begin.start()], part[begin.start() :]
+        names = re.findall(r"(?m)^(?:--- a|\+\+\+ b)/(.*?)\t?$", header) or [""]
+        lines = hunks.splitlines(keepends=True)
+        safe = [line[:1] + mask_file(line[1:], names[-1]) for line in lines]
+        differing = [old for old, new in zip(lines, safe, strict=True) if old != new]
+        masked |= {names[-1]} if differing else set()
+        if all(line.startswith("+") for line in differing):
+            parts.append(header + "".join(safe))
+        else:
+            left_out.append(names[-1])
+    return "".join(parts), masked, left_out
+
+
+def mask_file(text: str, name: str) -> str:
+    """Mask secrets in a file's text: in Python only literals, so that the code stays the same."""
+    return mask_source(text) if name.endswith(".py") else mask(text)
+
+
+def mask_source(text: str) -> str:
+    """Mask secrets in Python code: of values only strings that are neither special nor a name."""
+
+    def mask_literal(found: re.Match[str]) -> str:
+        is_name = re.fullmatch(r"[A-Z][A-Z_\d]+|[<\[].*[>\]]", found["value"])  # as HF_TOKEN is
+        is_kept = is_name or not is_masked(found["name"])
+        return found[0] if is_kept else found["name"] + found["sign"] + MASK
+
+    return LITERAL.sub(mask_literal, mask_unnamed(text))
+
+
+def _archive(sources: dict[Path, str]) -> tuple[bytes, set[str]]:
+    """Return a zip archive of files, the same for the same files, and those that were masked."""
+    if not sources:
+        return b"", set()
+    masked = set()
+    output = io.BytesIO()
+    with zipfile.ZipFile(output, "w", zipfile.ZIP_DEFLATED) as archive:
+        for path, name in sorted(sources.items(), key=lambda item: item[1]):
+            lines = os.fsdecode(path.read_bytes()).splitlines(keepends=True)
+            safe = [mask_file(line, name) for line in lines]
+            masked |= {name} if safe != lines else set()
+            archive.writestr(zipfile.ZipInfo(name), os.fsencode("".join(safe)))
+    return output.getvalue(), masked
+
+
+# ---- packages ------------------------------------------------------------------------------------
+def imported_distributions() -> dict[str, importlib.metadata.Distribution]:
+    """Return the distributions of which a module is imported, by name, but for the project's."""
+    names = {name.partition(".")[0] for name in sys.modules} - {PACKAGE.partition(".")[0]}
+    by_module = importlib.metadata.packages_distributions()
+    own = {*by_module.get(PACKAGE.partition(".")[0], ())}
+    distributions = {name for module in names for name in by_module.get(module, ())} - own
+    return {name: importlib.metadata.distribution(name) for name in sorted(distributions)}
+
+
+def requirements() -> list[str]:
+    """Return the lines of a requirements file for the imported distributions."""
+    lines, indexes = [], set()
+    for name, one in imported_distributions().items():
+        line = f"{name}=={one.version}"
+        with suppress(ValueError, KeyError, TypeError):  # TypeError: it comes from an index
+            origin = json.loads(one.read_text("direct_url.json"))  # type: ignore[arg-type]
+            line = f"# {line} was installed from {mask(origin['url'])}"
+            vcs = origin["vcs_info"]
+            line = f"{name} @ {vcs['vcs']}+{mask(origin['url'])}@{vcs['commit_id']}"
+        lines.append(line)
+        if name == "torch" and (found := re.search(r"\+((?:cpu|cu|rocm|xpu)[\d.]*)", line)):
+            indexes.add(f"--extra-index-url https://download.pytorch.org/whl/{found[1]}")
+    return [*indexes, *lines]

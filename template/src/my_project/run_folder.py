@@ -32,7 +32,7 @@ from .config import (
 from .exits import WARNED
 from .failures import Failure, first_failure, reason_in_status, report, write_error
 from .process import NODES, START, attempts
-from .provenance import provenance
+from .provenance import Origin, keep_code, provenance
 from .run_files import Status
 from .safety.redaction import MASK, is_secret, mask
 
@@ -68,6 +68,7 @@ class Run:
         )
         self.hosts: list[str] = []  # by rank
         self.is_shared = True  # by all nodes; else each of them has a folder of its own
+        self.provenance = Origin()  # of this launch, on rank 0
         self.numerics: dict[str, Any] = {}  # of this launch, see accelerator.numerics
         self.notes: list[dict[str, Any]] = []  # records that are to be written to metrics.jsonl
         self.began = time.monotonic()
@@ -204,6 +205,7 @@ class Run:
             self.token = os.environ.get(START) or uuid.uuid4().hex
             before = run_files.read_info(self.folder)
             self.id = before.run or self.id
+            self.provenance = keep_code(self.folder, self.config, self.id, self.token)
             info = run_files.RunInfo(
                 format=run_files.RUN_FORMAT,
                 run=self.id,

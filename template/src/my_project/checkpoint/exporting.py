@@ -4,7 +4,7 @@
       model.safetensors        with the keys of the plain module, without wrappers
       config.yaml              of the run
       data_info.json           what the recipe's prepare_data has returned
-      step.json                the step of the weights
+      step.json                the step of the weights, and where they come from
       README.md                the model card; in export/ alone
 
 A recipe may write other files than model.safetensors, see recipe.py. weights.py reads exports.
@@ -68,7 +68,9 @@ def export(
             own(model, data_info, state, folder)
         (folder / "config.yaml").write_text(to_yaml(run.config), encoding="utf-8")
         (folder / "data_info.json").write_text(json.dumps(data_info))
-        (folder / "step.json").write_text(json.dumps({"step": run.step}))
+        about: dict[str, Any] = {"step": run.step}
+        about |= {"provenance": vars(run.provenance)}
+        (folder / "step.json").write_text(json.dumps(about))
         if name == "export":  # best/ has no model_card
             write_model_card(run, model, folder)
 

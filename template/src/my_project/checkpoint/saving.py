@@ -178,6 +178,7 @@ class Checkpoints:
                 "files": listed,
                 "resumed_from": self.run.resumed_from,
                 "state": json.loads(text),
+                "provenance": vars(self.run.provenance),
             }
             manifests.complete(temporary, folder, content)
             self._rotate(content["state"])

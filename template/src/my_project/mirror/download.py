@@ -130,6 +130,8 @@ def fetch_run(
         for name in ("config.yaml", "status.json", "starts.jsonl", "evaluations.jsonl"):
             if name in names:
                 _fetch_text(store, folder / name)
+        codes = [name for name in names if re.fullmatch(r"starts/[\w.-]+/[\w.-]+", name)]
+        transfer(store.fetch, codes, map(folder.joinpath, codes))
         _fetch_metrics(store, folder / "metrics.jsonl", chain(names))
         newer = (step for step in reversed(steps) if step > newest)
         any(_fetch_checkpoint(store, folder, step, names) for step in newer)

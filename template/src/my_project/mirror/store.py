@@ -4,7 +4,7 @@
       checkpoints/step_00000100/   as in the run folder; its manifest.json is uploaded last
       best/, export/               best.json and export.json list their files, and come last
       metrics/                     metrics.jsonl in parts: a save uploads what is new
-      config.yaml, run.json, status.json, starts.jsonl
+      config.yaml, run.json, status.json, starts.jsonl, starts/
 
 Any URL that fsspec knows is a mirror; fsspec is imported when one is given.
 """

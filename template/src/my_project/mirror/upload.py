@@ -257,7 +257,8 @@ class Mirror:
                     self._put_checkpoint(local, its_text, names)
             if not state["consecutive_skipped_steps"]:
                 self._rotate(names, state, step_of(folder))
-        for name in FILES:
+        codes = (path for path in self.run.folder.glob("starts/*/*") if path.is_file())
+        for name in (*(str(path.relative_to(self.run.folder)) for path in codes), *FILES):
             self._put_file(name)
 
     def _check_fence(self) -> None:
@@ -274,10 +275,10 @@ class Mirror:
 
     def _put_file(self, name: str) -> None:
         with suppress(FileNotFoundError):
-            content = (self.run.folder / name).read_bytes()
-            if self._sent.get(name) != content:
-                self.store.write(name, content)
-                self._sent[name] = content
+            path = self.run.folder / name
+            if self._sent.get(name) != (digest := sha256_of(path)):
+                self.store.write(name, path)
+                self._sent[name] = digest
 
     def _put_folder(self, name: str) -> None:
         """Upload best/ or export/, which is replaced as a whole."""

@@ -58,7 +58,8 @@ def is_secret(name: str) -> bool:
     return bool(SECRET_END.search(name)) and not SPECIAL_TOKEN_END.search(name)
 
 
-def _is_masked(name: str) -> bool:
+def is_masked(name: str) -> bool:
+    """Return whether the value of this name is masked in text."""
     return is_secret(name) or bool(MASKED_END.search(_words(name)))
 
 
@@ -70,10 +71,11 @@ def _words(name: str) -> str:
 
 def mask(text: str) -> str:
     """Mask secrets in a text: values after their names, credentials in URLs, and known values."""
-    return NAMED.sub(_mask_value, _mask_unnamed(text))
+    return NAMED.sub(_mask_value, mask_unnamed(text))
 
 
-def _mask_unnamed(text: str) -> str:
+def mask_unnamed(text: str) -> str:
+    """Mask secrets that need no name: known values, bearer tokens, credentials in URLs."""
     for value in sorted(_known(), key=len, reverse=True):
         text = text.replace(value, MASK)
     return IN_URL.sub(MASK, BEARER.sub(MASK, text))
@@ -90,17 +92,17 @@ def mask_command(arguments: Iterable[str]) -> list[str]:
     for argument in arguments:
         if is_next:
             masked.append(MASK)
-        elif any(map(_is_masked, NAME.findall(argument))):
+        elif any(map(is_masked, NAME.findall(argument))):
             option = re.match(r"[\w.+-]+=", argument)
             masked.append(f"{option[0] if option else ''}{MASK}")
         else:
             masked.append(mask(argument))
-        is_next = argument.startswith("-") and "=" not in argument and _is_masked(argument)
+        is_next = argument.startswith("-") and "=" not in argument and is_masked(argument)
     return masked
 
 
 def _mask_value(found: re.Match[str]) -> str:
-    return found["name"] + found["sign"] + MASK if _is_masked(found["name"]) else found[0]
+    return found["name"] + found["sign"] + MASK if is_masked(found["name"]) else found[0]
 
 
 def _known() -> Iterator[str]:
@@ -146,7 +148,7 @@ def secrets_in(settings: Any, name: str = "", of: str = "") -> Iterator[str]:
         # numbers, too: their text is empty here
         is_special = not isinstance(settings, bytes) and re.fullmatch(r".{0,5}|[<\[].*[>\]]", text)
         is_value = settings and type(settings) in (str, bytes, int, float)
-        if (of and is_value and not (is_token and is_special)) or _mask_unnamed(text) != text:
+        if (of and is_value and not (is_token and is_special)) or mask_unnamed(text) != text:
             yield name
 
 

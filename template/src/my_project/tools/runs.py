@@ -2,6 +2,7 @@
 
     python -m my_project runs
     python -m my_project runs /shared/runs | grep failed
+    python -m my_project runs --reproduce runs/table
 
 Goodput is the share of the time since the first launch that trained steps which were kept; it is
 not known of a run under way, nor of starts by accelerate launch or torchrun.
@@ -20,6 +21,7 @@ from typing import Any
 from ..files import ConfigError, open_own
 from ..run_files import parse_record
 from ..words import format_seconds, printable, say
+from . import reproduce
 from .reader import NOT_COMPARED, Run, format_number, is_run, parser_of, read_run, run_tool
 
 COLUMNS = ("run", "state", "step", "best", "goodput", "age", "differs from the first")
@@ -152,7 +154,11 @@ def main() -> None:
     """List the runs."""
     parser = parser_of("runs", __doc__)
     parser.add_argument("folder", nargs="?", default="runs", type=Path, help="default: runs")
-    print_runs(runs := list_runs(parser.parse_args().folder))
+    parser.add_argument("--reproduce", type=Path, help="print what runs a run again")
+    arguments = parser.parse_args()
+    if arguments.reproduce:
+        raise SystemExit(reproduce.print_commands(arguments.reproduce))
+    print_runs(runs := list_runs(arguments.folder))
     for run in (summary.run for summary in runs):
         for problem in run.problems:
             say(f"{run.folder.name}: {problem}", to=sys.stderr)

@@ -1,0 +1,193 @@
+"""starts/: the code that each start ran, without secrets, kept once."""
+
+import json
+import subprocess
+import zipfile
+from pathlib import Path
+
+import pytest
+from documents import PROJECT
+from my_project import provenance
+from my_project.config import Config
+from my_project.manifest import read_manifest
+from runs import change, make_config, train
+
+SECRET = "hf_abcdefgh12345678"
+PACKAGE = "import os\n\n\ndef token(text):\n    return text\n\n\nwidth = 4\n"
+
+
+def git(folder: Path, *words: str) -> str:
+    who = ("-c", "user.name=me", "-c", "user.email=me@here", "-c", "protocol.file.allow=always")
+    done = subprocess.run(
+        ["git", *who, *words], cwd=folder, check=True, capture_output=True, text=True
+    )
+    return done.stdout.strip()
+
+
+@pytest.fixture
+def repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A repository with the project in a subfolder, whose package and recipe are one module."""
+    top = tmp_path / "large"
+    module = top / "team/src/my_project/provenance.py"
+    module.parent.mkdir(parents=True)
+    module.write_text(PACKAGE)
+    (top / "notes.txt").write_text("one\n")
+    (top / ".gitignore").write_text("ignored.py\n")
+    for words in (["init", "-q"], ["add", "."], ["commit", "-qm", "first"]):
+        git(top, *words)
+    monkeypatch.chdir(top / "team")
+    monkeypatch.setattr(provenance, "__file__", str(module))
+    monkeypatch.setattr(provenance.inspect, "getsourcefile", lambda _: str(module))
+    return top
+
+
+def kept_in(folder: Path, name: str) -> dict:
+    return json.loads((folder / "starts" / name / "start.json").read_text())
+
+
+def keep(config: Config, name: str) -> str:
+    config.folder.mkdir(parents=True, exist_ok=True)
+    return provenance.keep_code(config.folder, config, "run", name).start
+
+
+def brought_back(repository: Path, run: Path, name: str, folder: Path) -> Path:
+    """Apply what a start has kept to a clone of the commit."""
+    kept, start = kept_in(run, name), run / "starts" / name
+    git(folder.parent, "clone", "-q", str(repository), str(folder))
+    git(folder, "checkout", "-q", kept["commit"])
+    if (start / "code.patch").exists():
+        git(folder, "apply", str(start / "code.patch"))
+    if (start / "sources.zip").exists():
+        zipfile.ZipFile(start / "sources.zip").extractall(folder)
+    return folder
+
+
+def test_a_patch_of_all_changes_applies_to_the_commit(repository, tmp_path):
+    config = make_config(tmp_path)
+    package = repository / "team/src/my_project"
+    (package / "provenance.py").write_text(PACKAGE.replace("4", "8") + "é = 'x'")
+    (package / "new.py").write_text("untracked = True\n")
+    (package / "ignored.py").write_text("ignored = True\n")
+    (repository / "notes.txt").unlink()
+    (repository / "bytes").write_bytes(bytes(range(256)) * 9)
+    git(repository, "add", "bytes")
+    git(repository, "config", "diff.noprefix", "true")
+    before = git(repository, "status", "--porcelain")
+    assert keep(config, "a.0") == "a.0"
+    assert git(repository, "status", "--porcelain") == before, "the user's index is as it was"
+    kept = kept_in(config.folder, "a.0")
+    assert (kept["folder"], kept["search_path"]) == ("team", ["team/src", "."])
+    assert (kept["not_kept"], kept["masked"]) == ("", [])
+    clone = brought_back(repository, config.folder, "a.0", tmp_path / "clone")
+    for name in ("team/src/my_project", "bytes", "notes.txt"):
+        for path in [repository / name, *(repository / name).glob("*.py")]:
+            if path.is_file():
+                assert (clone / path.relative_to(repository)).read_bytes() == path.read_bytes()
+    assert not (clone / "notes.txt").exists()
+
+
+def test_a_thousand_starts_with_the_same_code_keep_it_once(repository, tmp_path):
+    config = make_config(tmp_path)
+    (repository / "notes.txt").write_text("two\n")
+    assert [keep(config, f"a.{i}") for i in range(3)] == ["a.0"] * 3
+    (repository / "notes.txt").write_text("three\n")
+    assert keep(config, "a.3") == "a.3"
+    (repository / "notes.txt").write_text("two\n")
+    assert keep(config, "a.4") == "a.0"
+    starts = config.folder / "starts"
+    assert sorted(path.name for path in starts.iterdir()) == ["a.0", "a.3"]
+    assert (starts / "a.0/same_code.txt").read_text().split() == ["a.1", "a.2", "a.4"]
+
+
+def test_secrets_are_masked_and_what_is_kept_still_applies(repository, tmp_path, monkeypatch):
+    monkeypatch.setenv("SOME_TOKEN", "plain-secret-value")
+    config = make_config(tmp_path)
+    package, old = repository / "team/src/my_project", repository / "old.py"
+    old.write_text(f"hub_token = '{SECRET}'\na = 1\n")
+    git(repository, "add", ".")
+    git(repository, "commit", "-qm", "with a secret")
+    old.write_text(f"hub_token = '{SECRET}'\na = 2\n")
+    code = f'api_key: str = "{SECRET}"\nos.environ["HF_TOKEN"] = "{SECRET}"\n'
+    code += "x = 'plain-secret-value'\nurl = 'https://me:pw1@host'\n"
+    (package / "new.py").write_text(code)
+    keep(config, "a.0")
+    start = config.folder / "starts/a.0"
+    contents = [path.read_bytes() for path in start.iterdir()]
+    archive = zipfile.ZipFile(start / "sources.zip")
+    contents += [archive.read(name) for name in archive.namelist()]
+    for secret in (SECRET, "plain-secret-value", "pw1"):
+        assert not [content for content in contents if secret.encode() in content], secret
+    assert kept_in(config.folder, "a.0")["masked"] == ["old.py", "team/src/my_project/new.py"]
+    clone = brought_back(repository, config.folder, "a.0", tmp_path / "clone")
+    assert (clone / "old.py").read_text() == "hub_token = '***'\na = 2\n"
+    assert "https://***@host" in (clone / "team/src/my_project/new.py").read_text()
+
+
+def test_no_line_of_this_project_is_taken_for_a_secret():
+    for path in (PROJECT / "src/my_project").rglob("*.py"):
+        text = path.read_text()
+        assert provenance.mask_source(text) == text, path
+
+
+def test_changes_over_the_limit_are_told_and_not_cut(repository, tmp_path, caplog):
+    config = make_config(tmp_path)
+    (repository / "notes.txt").write_text("".join(f"{i}\n" for i in range(300_000)))
+    changed = PACKAGE.replace("4", "8")
+    (repository / "team/src/my_project/provenance.py").write_text(changed)
+    keep(config, "a.0")
+    assert "code.patch" not in kept_in(config.folder, "a.0")["files"]
+    assert "more than the 1 MB" in kept_in(config.folder, "a.0")["not_kept"]
+    assert "more than the 1 MB" in caplog.text
+    clone = brought_back(repository, config.folder, "a.0", tmp_path / "clone")
+    assert (clone / "team/src/my_project/provenance.py").read_text() == changed
+
+
+def test_without_a_commit_the_sources_are_kept(repository, tmp_path):
+    config = make_config(tmp_path)
+    git(repository, "update-ref", "-d", "HEAD")
+    keep(config, "a.0")
+    assert kept_in(config.folder, "a.0")["commit"] is None
+    archive = zipfile.ZipFile(config.folder / "starts/a.0/sources.zip")
+    assert archive.read("my_project/provenance.py").decode() == PACKAGE
+
+
+def test_submodules_are_named_and_their_changes_are_told(repository, tmp_path):
+    config = make_config(tmp_path)
+    other = tmp_path / "other"
+    other.mkdir()
+    (other / "a.py").write_text("a = 1\n")
+    for words in (["init", "-q"], ["add", "."], ["commit", "-qm", "first"]):
+        git(other, *words)
+    git(repository, "submodule", "--quiet", "add", str(other), "sub")
+    git(repository, "commit", "-qm", "sub")
+    keep(config, "a.0")
+    head = git(repository / "sub", "rev-parse", "HEAD")
+    assert kept_in(config.folder, "a.0")["submodules"] == {"sub": head}
+    assert kept_in(config.folder, "a.0")["not_kept"] == ""
+    (repository / "sub/a.py").write_text("a = 2\n")
+    keep(config, "a.1")
+    assert kept_in(config.folder, "a.1")["not_kept"] == "the changes in the submodules sub"
+    assert kept_in(config.folder, "a.1")["files"] == {}
+
+
+def test_checkpoints_and_exports_say_where_they_come_from(tmp_path):
+    config = change(make_config(tmp_path, steps=2), checkpoints__every_steps=1)
+    assert train(config) == 0
+    about = json.loads((config.folder / "run.json").read_text())
+    exported = json.loads((config.folder / "export/step.json").read_text())["provenance"]
+    saved = read_manifest(config.folder / "checkpoints/step_00000002")["provenance"]
+    assert saved == exported
+    assert saved["run"] == about["run"]
+    assert saved["code"] == provenance.modules_digest(config)
+    assert saved["config"] == (config.folder / "config.yaml").read_text()
+    assert saved["packages"]["torch"] == provenance.version("torch")
+    assert (config.folder / "starts" / saved["start"] / "start.json").is_file()
+
+
+def test_a_run_goes_on_where_its_code_cannot_be_kept(tmp_path, caplog):
+    config = make_config(tmp_path, steps=2)
+    config.folder.mkdir(parents=True)
+    (config.folder / "starts").write_text("a file")
+    assert train(config) == 0
+    assert "could not be written" in caplog.text
+    assert (config.folder / "starts").read_text() == "a file"

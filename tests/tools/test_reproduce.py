@@ -1,0 +1,124 @@
+"""`runs --reproduce`: its commands, in an empty folder, give the same weights to the bit."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+from pathlib import Path
+
+import pytest
+from documents import PROJECT
+from my_project.config import to_yaml
+from ragged import Ragged
+from runs import make_config, train
+
+TESTS = Path(__file__).resolve().parents[1]
+
+
+def run_command(folder: Path, *words: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    environment = {"HOME": str(folder), "PATH": os.environ["PATH"], "OMP_NUM_THREADS": "1"}
+    environment |= {"CUDA_VISIBLE_DEVICES": "-1"} | variables
+    done = subprocess.run(
+        words, cwd=folder, env=environment, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done
+
+
+def make_project(folder: Path, in_git: bool) -> Path:
+    """Make a project in a subfolder, and in git change it after its commit."""
+    project = folder / "large/team"
+    for name in ("my_project", "ragged.py"):
+        source = PROJECT / "src" / name if name == "my_project" else PROJECT / "tests" / name
+        target = project / "src" / name
+        target.parent.mkdir(parents=True, exist_ok=True)
+        copy = shutil.copytree if source.is_dir() else shutil.copyfile
+        copy(source.resolve(), target)
+    shutil.copytree(PROJECT / "accelerate_configs", project / "accelerate_configs")
+    (project.parent / ".gitignore").write_text("runs/\n__pycache__/\n")
+    (project / "tiny.yaml").write_text(to_yaml(make_config(Path("runs"), Ragged(dropout=0.1))))
+    who = ("-c", "user.name=me", "-c", "user.email=me@here")
+    for words in (["init", "-q"], ["add", "."], [*who, "commit", "-qm", "all"]) if in_git else ():
+        run_command(project.parent, "git", *words)
+    recipe = project / "src/ragged.py"
+    changed = recipe.read_text().replace('(data_info["features"], 8)', '(data_info["features"], 9)')
+    changed = changed.replace("nn.Linear(8, 1)", "nn.Linear(own.WIDTH, 1)")
+    changed = changed.replace("import torch\n", "import torch\nfrom my_project import own\n", 1)
+    assert changed.count("own") == 2
+    recipe.write_text(changed)
+    (project / "src/my_project/own.py").write_text("WIDTH = 9\n")
+    return project
+
+
+PYTHON = sys.executable
+REPRODUCE = (PYTHON, "-m", "my_project", "runs", "--reproduce")
+
+
+@pytest.mark.parametrize(
+    ("in_git", "train_as", "in_environment"),
+    [
+        (True, "my_project.train --config tiny.yaml", False),
+        pytest.param(False, "my_project.train --config tiny.yaml", False, marks=pytest.mark.slow),
+        pytest.param(True, "my_project train tiny.yaml --num_processes 2", True,
+                     marks=pytest.mark.slow),
+        pytest.param(False, "my_project train tiny.yaml --where cpu", True, marks=pytest.mark.slow),
+    ],
+)  # fmt: skip
+def test_the_commands_give_the_same_weights(tmp_path, in_git, train_as, in_environment):
+    project = make_project(tmp_path, in_git)
+    run_command(project, PYTHON, "-m", *train_as.split(), PYTHONPATH="src")
+    run = tmp_path / "kept"
+    shutil.move(next((project / "runs").glob("[!.]*")), run)
+    if in_git:  # what was not committed is gone, and later ones too
+        run_command(project.parent, "git", "clean", "-fdxq")
+        run_command(project.parent, "git", "checkout", "-q", ".")
+    else:
+        shutil.rmtree(project.parent)
+    source = str(PROJECT / "src")
+    script = run_command(tmp_path, *REPRODUCE, str(run), PYTHONPATH=source).stdout
+    assert "WARNING" not in script
+    site = sysconfig.get_path("purelib")
+    venv = f"python{sys.version_info[0]}.{sys.version_info[1]} -m venv .venv\n"
+    assert venv in script
+    if in_environment:  # a new one, which sees the packages that are here; pip checks versions
+        inside = f".venv/lib/python3.{sys.version_info[1]}/site-packages"
+        beside = f"echo {site} > {inside}/here.pth\nrm -rf {inside}/setuptools*\n"
+        script = script.replace(venv, venv + beside)
+    else:
+        for line in script.splitlines():
+            if line.startswith(("pip install", ". .venv")) or f"{line}\n" == venv:
+                script = script.replace(f"{line}\n", "")
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    run_command(empty, "bash", "-euc", script, PIP_NO_INDEX="1", PIP_CONFIG_FILE=os.devnull)
+    (again,) = empty.rglob("kept-again")
+    ours, theirs = (one / "export/model.safetensors" for one in (run, again))
+    assert ours.read_bytes() == theirs.read_bytes()
+
+
+def reproduce(run: Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [*REPRODUCE, str(run)], capture_output=True, text=True, check=False, cwd=run.parent
+    )
+
+
+def test_what_is_masked_missing_or_from_a_stranger_is_said(tmp_path):
+    config = make_config(tmp_path, steps=2)
+    assert train(config) == 0
+    name = json.loads((config.folder / "run.json").read_text())["launch"]
+    path = config.folder / "starts" / name / "start.json"
+    kept = json.loads(path.read_text())
+    worse = kept | {"masked": ["a.py"], "not_kept": "it\nrm -rf ~", "search_path": ["$(touch x)"]}
+    path.write_text(json.dumps(worse | {"files": {"sources.zip": "0"}, "repository": "--x;y"}))
+    said = reproduce(config.folder).stdout.splitlines()
+    assert "# WARNING: a secret in a.py is masked (***): put it back before the run" in said
+    assert "# WARNING: sources.zip is missing or not what the start wrote" in said
+    assert not [line for line in said if line.startswith("rm")]
+    assert "export PYTHONPATH=$PWD/'$(touch x)'" in said
+    for damaged in (kept | {"package": "a; b"}, kept | {"commit": "HEAD"}, {}):
+        path.write_text(json.dumps(damaged))
+        refused = reproduce(config.folder)
+        assert (refused.returncode, refused.stdout) == (2, "")
+        assert len(refused.stderr.splitlines()) == 1
