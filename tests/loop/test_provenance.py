@@ -1,6 +1,7 @@
 """starts/: the code that each start ran, without secrets, kept once."""
 
 import json
+import os
 import subprocess
 import zipfile
 from pathlib import Path
@@ -84,6 +85,20 @@ def test_a_patch_of_all_changes_applies_to_the_commit(repository, tmp_path):
             if path.is_file():
                 assert (clone / path.relative_to(repository)).read_bytes() == path.read_bytes()
     assert not (clone / "notes.txt").exists()
+
+
+def test_a_change_just_after_the_commit_is_seen_though_the_size_is_equal(repository, tmp_path):
+    config = make_config(tmp_path)
+    notes, second = repository / "notes.txt", (10**9, 10**9)
+    git(repository, "config", "core.trustctime", "false")  # which no test can set
+    os.utime(notes, second)
+    git(repository, "update-index", "--refresh")
+    os.utime(repository / ".git/index", second)
+    notes.write_text("two\n")
+    os.utime(notes, second)
+    keep(config, "a.0")
+    clone = brought_back(repository, config.folder, "a.0", tmp_path / "clone")
+    assert (clone / "notes.txt").read_text() == "two\n"
 
 
 def test_a_thousand_starts_with_the_same_code_keep_it_once(repository, tmp_path):
