@@ -19,7 +19,10 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from .checkpoint.saving import Checkpoints
 from .evaluate import evaluate
 from .failures import WORKER_TRACEBACK, cause_of, write_to_logs
-from .loading.layout import BatchLayout, is_stream
+from .loading.layout import (
+    BatchLayout,
+    is_stream,
+)
 from .run_files import newest_checkpoint
 from .run_folder import Run
 
@@ -82,8 +85,8 @@ def smaller_micro_batch(
     sizes = [n for n in sizes if not is_stream(train_set) or not train_set.lanes % -(-total // n)]
     if not sizes:
         return Smaller(
-            advice=f"batches.micro_batch_size cannot be less than {size} here: save memory by"
-            " --precision bf16, --distributed.activation_checkpointing true, or FSDP2."
+            advice=f"batches.micro_batch_size cannot be less than {size} here, where the"
+            f" global batch has {total} samples: save memory by --precision bf16, --distributed.activation_checkpointing true, or FSDP2."
         )
     if why := _why_the_curve_would_change(run, model):
         return Smaller(
@@ -102,7 +105,7 @@ def _why_the_curve_would_change(run: Run, model: nn.Module) -> str:
     """Return why the loss or the model depends on the size of a micro-batch; "" if neither does."""
     if getattr(run.config.recipe, "compares_samples", False):
         return "the loss compares the samples of a micro-batch (compares_samples)"
-    if not run.loss_adds_up:
+    if not run.is_loss_a_sum:
         return "the loss is not a sum over samples (checks.recipe)"
     for name, layer in model.named_modules():
         if isinstance(layer, _BatchNorm) and layer.training:
