@@ -63,6 +63,7 @@ faults: .venv/installed ## Inject 60 faults, ask doctor; wrong recipes; 100 soun
 	$(BIN)/python benchmarks/kills.py --kills 100 --processes 2 1 4 3 2
 	$(BIN)/python tests/faults.py --kills-of-launch 56
 	$(BIN)/python tests/node_faults.py
+	$(BIN)/python tests/mirror_kills.py
 
 clean: ## Remove the environment and the generated project with its runs
 	rm -rf .venv build

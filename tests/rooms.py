@@ -156,8 +156,8 @@ ROOMS = (
         name="memory",
         goes="Where a micro-batch does not fit in memory, the run ends; no smaller one is tried.",
         files=("memory.py", "launching/memory.py"),
-        word=r"memory import|import memory|memory_explained|\bmemory\.\w+\("
-        "|(next|lowered)_micro_batch|adds_up_by_sample",
+        word=r"memory import|import memory|memory_explained|\bmemory\.\w+\(|is_loss_a_sum"
+        "|(next|lowered)_micro_batch",
         lines={
             "train.py": 2,
             "failures.py": 1,

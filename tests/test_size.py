@@ -17,18 +17,18 @@ REPOSITORY = Path(__file__).resolve().parents[1]
 TEMPLATE = REPOSITORY / "template"
 PACKAGE = TEMPLATE / "src/my_project"
 CEILINGS = {
-    "lines of train.py and all that it imports": 7_325,
-    "files of train.py and all that it imports": 50,
-    "lines of the package without tools/": 9_673,
-    "lines of tools/": 2_378,
-    "lines of template/tests": 3_659,
-    "lines of template/tests and tests": 19_276,
-    "settings": 58,
+    "lines of train.py and all that it imports": 8_470,
+    "files of train.py and all that it imports": 55,
+    "lines of the package without tools/": 11_166,
+    "lines of tools/": 2_510,
+    "lines of template/tests": 4_217,
+    "lines of template/tests and tests": 21_393,
+    "settings": 60,
     "methods of a recipe": 14,
-    "lines of launching/": 1_889,
+    "lines of launching/": 2_034,
     "lines of main in train.py": 40,
     "lines of train_step in train.py": 45,
-    "Any per 1,000 lines without tools/ and launching/": 51,
+    "Any per 1,000 lines without tools/ and launching/": 46,
 }
 STEP_FILES = 28
 NO_CODE = {

@@ -81,8 +81,8 @@ def smaller_micro_batch(run: Run, layout: BatchLayout, model: nn.Module, train_s
     sizes = [n for n in range(size // 2, 0, -1) if not lanes % -(-total // n)]
     if not sizes:
         return Smaller(
-            advice=f"batches.micro_batch_size cannot be less than {size} here: save memory by"
-            " --precision bf16, --distributed.activation_checkpointing true, or FSDP2."
+            advice=f"batches.micro_batch_size cannot be less than {size} here, where the"
+            f" global batch has {total} samples: save memory by --precision bf16, --distributed.activation_checkpointing true, or FSDP2."
         )
     if why := _why_the_curve_would_change(run, model):
         return Smaller(
@@ -101,7 +101,7 @@ def _why_the_curve_would_change(run: Run, model: nn.Module) -> str:
     """Return why the loss or the model depends on the size of a micro-batch; "" if neither does."""
     if getattr(run.config.recipe, "compares_samples", False):
         return "the loss compares the samples of a micro-batch (compares_samples)"
-    if not run.adds_up_by_sample:
+    if not run.is_loss_a_sum:
         return "the loss is not a sum over samples (checks.recipe)"
     for name, layer in model.named_modules():
         if isinstance(layer, _BatchNorm) and layer.training:

@@ -58,7 +58,7 @@ class Run:
         self.total_steps = 0  # until the data is known
         self.step = 0  # steps done, for failure reports
         self.progress_time: float | None = None  # of the last progress
-        self.adds_up_by_sample = True  # over micro-batches, as far as checks/recipe.py knows
+        self.is_loss_a_sum = True  # over micro-batches, as far as checks/recipe.py knows
         self.is_stepping = False  # that was a step, so that the next one is due soon
         self.first_step_time: float | None = None  # when the first step of this start ended
         self.from_step: int | None = None  # the steps done before it

@@ -110,7 +110,7 @@ def check_sums(
             findings.passed("recipe", f"loss could not be compared with its halves: {reason}")
     if problem := on_main_then_broadcast(accelerator, lambda: problem):
         place = source_location(recipe.loss)
-        findings.run.adds_up_by_sample = False
+        findings.run.is_loss_a_sum = False
         findings.add("recipe", f"{type(recipe).__name__}.loss ({place}) {problem}")
     else:
         findings.passed("recipe", "loss and num_items add up")

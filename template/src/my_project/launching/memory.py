@@ -122,9 +122,8 @@ def report_memory_kill(
         logs: the log folder.
         starts: those of this launch.
     """
-    killed = [
-        rank for rank, code in codes.items() if code == -SIGKILL and rank not in workers.killed
-    ]
+    killed = [rank for rank, code in codes.items() if code == -SIGKILL]
+    killed = [rank for rank in killed if rank not in workers.killed]  # by the launcher
     if not killed or count_memory_kills() <= before:
         return
     rank, reason = killed[0], "killed by the kernel: no memory is left in its control group or host"
