@@ -81,8 +81,9 @@ def smaller_micro_batch(run: Run, layout: BatchLayout, model: nn.Module, train_s
     sizes = [n for n in range(size // 2, 0, -1) if not lanes % -(-total // n)]
     if not sizes:
         return Smaller(
-            advice=f"batches.micro_batch_size cannot be less than {size} here, where the"
-            f" global batch has {total} samples: save memory by --precision bf16, --distributed.activation_checkpointing true, or FSDP2."
+            advice=f"batches.micro_batch_size cannot be less than {size} here, where the global"
+            f" batch has {total} samples: save memory by --precision bf16,"
+            " --distributed.activation_checkpointing true, or FSDP2."
         )
     if why := _why_the_curve_would_change(run, model):
         return Smaller(
