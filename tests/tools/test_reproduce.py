@@ -122,3 +122,15 @@ def test_what_is_masked_missing_or_from_a_stranger_is_said(tmp_path):
         refused = reproduce(config.folder)
         assert (refused.returncode, refused.stdout) == (2, "")
         assert len(refused.stderr.splitlines()) == 1
+
+
+def test_a_start_with_the_code_of_an_earlier_one_is_brought_back_by_that(tmp_path):
+    config = make_config(tmp_path, steps=2)
+    assert train(config) == 0
+    path = config.folder / "run.json"
+    about = json.loads(path.read_text())
+    start = config.folder / "starts" / about["launch"]
+    path.write_text(json.dumps(about | {"launch": "later.0"}))
+    assert reproduce(config.folder).returncode == 2
+    (start / "same_code.txt").write_text("other.0\nlater.0\n")
+    assert f"# the code of the start {start.name}\n" in reproduce(config.folder).stdout
