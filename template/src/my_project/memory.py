@@ -76,17 +76,16 @@ def _explain(error: Exception, run: Run, smaller: Smaller) -> None:
     setattr(error, "facts", facts)  # noqa: B010 - see failures.record_of
 
 
-def smaller_micro_batch(
-    run: Run, layout: BatchLayout, model: nn.Module, train_set: Any
-) -> Smaller:
+def smaller_micro_batch(run: Run, layout: BatchLayout, model: nn.Module, train_set: Any) -> Smaller:
     """Return what to do if the micro-batches of a layout do not fit in memory."""
     size, total = layout.micro_batch_size, layout.global_batch_size
     sizes = [*range(size // 2, 0, -1)]
     sizes = [n for n in sizes if not is_stream(train_set) or not train_set.lanes % -(-total // n)]
     if not sizes:
         return Smaller(
-            advice=f"batches.micro_batch_size cannot be less than {size} here, where the"
-            f" global batch has {total} samples: save memory by --precision bf16, --distributed.activation_checkpointing true, or FSDP2."
+            advice=f"batches.micro_batch_size cannot be less than {size} here, where the global batch"
+            f" has {total} samples: save memory by --precision bf16,"
+            " --distributed.activation_checkpointing true, or FSDP2."
         )
     if why := _why_the_curve_would_change(run, model):
         return Smaller(
