@@ -22,7 +22,7 @@ CEILINGS = {
     "lines of the package without tools/": 11_167,
     "lines of tools/": 2_510,
     "lines of template/tests": 4_217,
-    "lines of template/tests and tests": 21_393,
+    "lines of template/tests and tests": 21_403,
     "settings": 60,
     "methods of a recipe": 14,
     "lines of launching/": 2_034,
