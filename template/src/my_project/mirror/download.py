@@ -125,17 +125,19 @@ def fetch_run(
     logger.info("fetching %s", store.url)
     with writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
-        for name in FOLDERS:
-            _fetch_folder(store, folder, name)
-        for name in ("config.yaml", "status.json", "starts.jsonl", "evaluations.jsonl"):
-            if name in names:
-                _fetch_text(store, folder / name)
-        codes = [name for name in names if re.fullmatch(r"starts/[\w.-]+/[\w.-]+", name)]
-        transfer(store.fetch, codes, map(folder.joinpath, codes))
-        _fetch_metrics(store, folder / "metrics.jsonl", chain(names))
-        newer = (step for step in reversed(steps) if step > newest)
-        any(_fetch_checkpoint(store, folder, step, names) for step in newer)
-        _fetch_text(store, folder / "run.json")
+    for name in FOLDERS:
+        _fetch_folder(store, folder, name)
+    for name in ("config.yaml", "status.json", "starts.jsonl"):
+        if name in names:
+            _fetch_text(store, folder / name)
+    if "evaluations.jsonl" in names and not (folder / "evaluations.jsonl").exists():
+        _fetch_text(store, folder / "evaluations.jsonl")  # else follow is writing it here
+    codes = [name for name in names if re.fullmatch(r"starts/[\w.-]+/[\w.-]+", name)]
+    transfer(store.fetch, codes, map(folder.joinpath, codes))
+    _fetch_metrics(store, folder / "metrics.jsonl", chain(names))
+    newer = (step for step in reversed(steps) if step > newest)
+    any(_fetch_checkpoint(store, folder, step, names) for step in newer)
+    _fetch_text(store, folder / "run.json")
 
 
 def _fetch_text(store: Store, path: Path) -> None:

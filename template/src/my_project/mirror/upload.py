@@ -24,7 +24,7 @@ from ..checkpoint.saving import Checkpoints
 from ..config import ConfigError
 from ..files import TransientError, open_own
 from ..ranks import on_main_then_broadcast
-from ..run_files import checkpoints, step_of
+from ..run_files import checkpoints, step_of, write_status
 from .store import (
     FOLDERS,
     PART,
@@ -56,6 +56,7 @@ def start_mirror(accelerator: Accelerator, saving: Checkpoints) -> None:
     if saving.config.checkpoints.mirror:
         mirror = saving.mirror = Mirror(saving)
         on_main_then_broadcast(accelerator, mirror.begin)
+        mirror.share_status(accelerator)
         if not mirror.run.is_shared and not mirror.has_disk_of_rank_0:
             # what earlier starts have fetched to this node
             for folder in checkpoints(mirror.run.folder)[: -saving.config.checkpoints.keep]:
@@ -79,6 +80,7 @@ def finish_mirror(accelerator: Accelerator, saving: Checkpoints, *, is_stop: boo
         # each is a collective, which has a timeout
         while not on_main_then_broadcast(accelerator, lambda: mirror.has_finished(deadline)):
             saving.run.note_progress()
+        mirror.share_status(accelerator)
 
 
 class Mirror:
@@ -182,6 +184,13 @@ class Mirror:
     def has_disk_of_rank_0(self) -> bool:
         """Return whether this rank is on the host of rank 0."""
         return self.run.hosts[self.run.rank] == self.run.hosts[0]
+
+    def share_status(self, accelerator: Accelerator) -> None:
+        """Write rank 0's status.json on nodes with other disks, whose launchers read it."""
+        if not self.run.is_shared:
+            status = on_main_then_broadcast(accelerator, self.run.status)
+            if not self.has_disk_of_rank_0:
+                write_status(self.run.folder, status)
 
     def send_parts(self, temporary: Path) -> None:
         """Send what this rank has written of a save to rank 0, where it has another disk.
