@@ -120,7 +120,8 @@ def fetch_run(
     )
     intact = (s for s in reversed(own) if not find_damage(checkpoint_folder(folder, s)))
     newest = next(intact, -1)
-    if local.run and max(steps, default=-1) <= newest and not is_copy:
+    is_newer = max(steps, default=-1) > newest
+    if local.run and not is_newer and not (is_copy and _has_ended_since(store, folder)):
         return
     logger.info("fetching %s", store.url)
     with writing(folder):
@@ -138,6 +139,13 @@ def fetch_run(
     newer = (step for step in reversed(steps) if step > newest)
     any(_fetch_checkpoint(store, folder, step, names) for step in newer)
     _fetch_text(store, folder / "run.json")
+
+
+def _has_ended_since(store: Store, folder: Path) -> bool:
+    """Return whether status.json is another one, as after the last checkpoint of a run."""
+    with suppress(FileNotFoundError):
+        return store.read("status.json") != read_own(folder / "status.json")
+    return True
 
 
 def _fetch_text(store: Store, path: Path) -> None:
