@@ -185,6 +185,8 @@ def test_a_kill_at_any_change_of_the_mirror_changes_no_bit(tmp_path, uninterrupt
             lose_disk(config)
             assert run_world(1, train_with, "none 0 0", config) == [0]
         assert_same_run(config, uninterrupted)
+        files = [path for path in at_mirror(config).glob("checkpoints/*/*") if path.is_file()]
+        assert all((path.parent / "manifest.json").exists() for path in files), "nothing is left"
         shutil.rmtree(tmp_path / str(at))
         if not is_killed:
             break

@@ -43,6 +43,7 @@ from .store import (
 logger = logging.getLogger(__name__)
 FILES = ("config.yaml", "run.json", "status.json", "starts.jsonl")  # uploaded whole when changed
 WAIT_SECONDS = 20.0  # between two collectives while rank 0 uploads
+COLLECT_SECONDS = 1.0  # between two looks for what other nodes have written
 PARTS = "parts"  # of saves, on their way from other nodes to rank 0
 TRIES = 4  # of the last upload of a run
 
@@ -98,6 +99,7 @@ class Mirror:
         self._failure: Exception | None = None  # of the newest upload
         self._asked = self._tried = 0  # uploads
         self._tries = 0  # of the last one
+        self._collected_at = -math.inf
         self._changed = threading.Condition()
 
     def begin(self) -> None:
@@ -119,6 +121,10 @@ class Mirror:
             # from here on an older launch uploads nothing more
             for name in ("config.yaml", "run.json", "status.json"):
                 self._put_file(name)
+            folders = {name.rpartition("/")[0] for name in names}
+            for folder in folders:  # what a killed upload has left
+                if is_checkpoint(folder) and f"{folder}/manifest.json" not in names:
+                    self.store.remove(*(n for n in names if n.startswith(f"{folder}/")))
         threading.Thread(target=self._work, name="mirror", daemon=True).start()
 
     def check(self) -> None:
@@ -214,8 +220,9 @@ class Mirror:
         Args:
             temporary: the folder of the save, on this node.
         """
-        if self.run.is_shared:
+        if self.run.is_shared or time.monotonic() < self._collected_at + COLLECT_SECONDS:
             return
+        self._collected_at = time.monotonic()
         names = self.store.sizes(f"{PARTS}/{temporary.name}")
         for report in (name for name in names if not name.endswith(".safetensors")):
             rank = report.rpartition(".")[2]
@@ -251,9 +258,13 @@ class Mirror:
         """Upload what is new, in an order in which a kill at any time loses no record."""
         self._check_fence()
         # read first: the results of an evaluation come after best/ and their record
-        manifests = [(f, (f / "manifest.json").read_bytes()) for f in checkpoints(self.run.folder)]
+        manifests = []
+        for folder in checkpoints(self.run.folder):
+            with suppress(FileNotFoundError):  # a save has removed it just now
+                manifests.append((folder, (folder / "manifest.json").read_bytes()))
         for name in FOLDERS:
-            self._put_folder(name)
+            with suppress(FileNotFoundError):  # it is being replaced, and another upload follows
+                self._put_folder(name)
         names = self.store.sizes()
         self._put_metrics(names)
         for folder, text in manifests[-1:]:
@@ -392,6 +403,12 @@ class Mirror:
         old = self.store.url.rpartition("/")[2]
         new = aside.url.rpartition("/")[2]
         whole.move([f"{old}/{name}" for name in names], old, new)
+
+
+def is_checkpoint(name: str) -> bool:
+    """Return whether a folder of a mirror has the name of a checkpoint."""
+    parent, _, folder = name.rpartition("/")
+    return parent == "checkpoints" and step_of(Path(folder)) >= 0
 
 
 def mark_of(folder: Path) -> tuple[int, int]:
