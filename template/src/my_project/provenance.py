@@ -222,7 +222,9 @@ def keep_code(run_folder: Path, config: Config, run: str, start: str) -> Origin:
         for left in starts.glob(".*.partial"):  # of a start that was killed
             discard(left)
         kept, contents = code_that_runs(config, kept)
-        contents["requirements.txt"] = "".join(f"{one}\n" for one in requirements(imported)).encode()
+        contents["requirements.txt"] = "".join(
+            f"{one}\n" for one in requirements(imported)
+        ).encode()
         name = _write(starts, kept, contents, start)
     except OSError as error:  # a run goes on without
         kept, name = replace(kept, not_kept=f"it could not be written: {error}"), ""
