@@ -7,7 +7,7 @@
       requirements.txt         the imported distributions, for pip
       same_code.txt            the later starts that ran this code, a line each
 
-Secrets are masked. `python -m my_project runs --reproduce runs/x` says how to use these files.
+Secrets are masked. tools/reproduce.py prints the commands that use these files.
 """
 
 import ast
