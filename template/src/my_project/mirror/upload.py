@@ -196,6 +196,7 @@ class Mirror:
         if not self.run.is_shared:
             status = on_main_then_broadcast(accelerator, self.run.status)
             if not self.has_disk_of_rank_0:
+                self.run.folder.mkdir(parents=True, exist_ok=True)
                 write_status(self.run.folder, status)
 
     def send_parts(self, temporary: Path) -> None:
