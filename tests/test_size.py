@@ -17,12 +17,12 @@ REPOSITORY = Path(__file__).resolve().parents[1]
 TEMPLATE = REPOSITORY / "template"
 PACKAGE = TEMPLATE / "src/my_project"
 CEILINGS = {
-    "lines of train.py and all that it imports": 8_508,
+    "lines of train.py and all that it imports": 8_509,
     "files of train.py and all that it imports": 55,
-    "lines of the package without tools/": 11_204,
+    "lines of the package without tools/": 11_205,
     "lines of tools/": 2_510,
     "lines of template/tests": 4_219,
-    "lines of template/tests and tests": 21_458,
+    "lines of template/tests and tests": 21_466,
     "settings": 60,
     "methods of a recipe": 14,
     "lines of launching/": 2_034,

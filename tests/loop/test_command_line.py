@@ -148,8 +148,14 @@ def test_typed_steps_replace_the_epochs_of_the_file(typed, steps, epochs):
         ("--epochs 3 --steps 5", "steps is 5 and epochs is 3.0"),
         ("--evaluation.patience 2", "evaluation.best_metric"),
         ("--run_name a/b", "run_name 'a/b'"),
-        ("--runs_folder s3://bucket/runs", "runs_folder is s3://bucket/runs: mount that"),
-        ("--resume gs://b/step_00000004", "resume is gs://b/step_00000004: mount that"),
+        (
+            "--runs_folder s3://bucket/runs",
+            "runs_folder is s3://bucket/runs: give the path of a folder",
+        ),
+        (
+            "--resume gs://b/step_00000004",
+            "resume is gs://b/step_00000004: give the path of a folder",
+        ),
         ('--optim.init_args {"weight_decay":0.1}', "set optim.weight_decay instead"),
         ("--optim.init_args.lr 0.1", "optim.init_args holds lr: set optim.lr instead"),
     ],

@@ -267,7 +267,9 @@ def check_reproduce() -> None:
     lines = commands(page_of("reproduce"))
     run = train_as_typed("python -m my_project train configs/table.yaml")
     command = [sys.executable, *lines[0].split()[1:]]
-    shown = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    shown = done.stdout
     assert "table-again" in shown.splitlines()[-1]
     again = train_as_typed(lines[1])
     torch.testing.assert_close(

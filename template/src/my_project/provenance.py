@@ -427,7 +427,8 @@ def _archive(sources: dict[Path, str]) -> tuple[bytes, set[str]]:
             lines = os.fsdecode(path.read_bytes()).splitlines(keepends=True)
             safe = [mask_file(line, name) for line in lines]
             masked |= {name} if safe != lines else set()
-            archive.writestr(zipfile.ZipInfo(name), os.fsencode("".join(safe)))
+            content = os.fsencode("".join(safe))
+            archive.writestr(zipfile.ZipInfo(name), content, zipfile.ZIP_DEFLATED)
     return output.getvalue(), masked
 
 
