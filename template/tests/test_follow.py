@@ -191,7 +191,8 @@ def test_a_signal_ends_the_command_without_a_partial_line(run, number, code):
     """While it waits for the next checkpoint; what it prints with --json is what it writes."""
     status = run.folder / "status.json"
     status.write_text(status.read_text().replace('"finished"', '"preempted"'))
-    command = [sys.executable, "-m", "my_project", "evaluate", run.folder, "--follow", "--json"]
+    words = ["evaluate", run.folder, "--follow", "--json"]
+    command = [sys.executable, "-m", "my_project", *words]
     process = subprocess.Popen(
         [*command, "--trust", "ragged.Ragged"], cwd=TESTS, text=True, stdout=subprocess.PIPE,
         # tests that run in a shell's background ignore SIGINT, and so would what they start
