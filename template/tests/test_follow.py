@@ -27,7 +27,7 @@ FIELDS = {"kind", "step", "epoch", "time", "seconds", "checkpoint", "weights", "
 
 
 def follow_folder(folder: Path) -> int:
-    arguments = argparse.Namespace(folder=str(folder), trust=["ragged.Ragged"], json=True)
+    arguments = argparse.Namespace(folder=str(folder), trust=["ragged.Ragged", "ragged.Deep"], json=True)
     return follow.follow_run(arguments, sys.stdout)
 
 
