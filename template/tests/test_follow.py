@@ -27,7 +27,8 @@ FIELDS = {"kind", "step", "epoch", "time", "seconds", "checkpoint", "weights", "
 
 
 def follow_folder(folder: Path) -> int:
-    arguments = argparse.Namespace(folder=str(folder), trust=["ragged.Ragged", "ragged.Deep"], json=True)
+    trusted = ["ragged.Ragged", "ragged.Deep"]
+    arguments = argparse.Namespace(folder=str(folder), trust=trusted, json=True)
     return follow.follow_run(arguments, sys.stdout)
 
 
