@@ -4,7 +4,7 @@
     python tests/mirror_kills.py --kills 8
 
 All processes of a run are killed at once, as by a machine that is gone, and its runs folder is
-deleted. A run begins anew from its mirror, which is a bucket of a server that speaks S3
+deleted. A run goes on from its mirror, which is a bucket of a server that speaks S3
 (s3_server.py). Instants and numbers of processes are drawn with a fixed seed. In the end the
 weights, the best weights and the samples of each step are those of a run that nobody killed: to the
 bit, or to 1e-9 where the number of processes has changed.

@@ -54,7 +54,7 @@ class Direction:
 
 
 async def serve(ip: str, port: int, bytes_per_second: float) -> None:
-    """Listen on a free port of the server's own address, for ever."""
+    """Listen on a free port of the server's own address, until the process is killed."""
     there, back = Direction(bytes_per_second), Direction(bytes_per_second)
 
     async def connect(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

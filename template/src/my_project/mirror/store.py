@@ -223,6 +223,18 @@ def chain(names: dict[str, int]) -> list[Part]:
     return result[::-1] if result and result[-1].begin == 0 else []
 
 
+def without_small(parts: list[Part], size: int) -> list[Part]:
+    """Return the parts that stay when a file has grown to a size: what follows them is a new part.
+
+    A part is merged with the new one while it is not larger, so that there are few of them, and a
+    byte is uploaded again as often as the file doubles.
+    """
+    kept = [*parts]
+    while kept and kept[-1].size <= size - kept[-1].end:
+        kept.pop()
+    return kept
+
+
 def is_part_of(file: IO[bytes], part: Part) -> bool:
     """Return whether a file holds a part."""
     file.seek(part.begin)

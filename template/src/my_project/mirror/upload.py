@@ -38,6 +38,7 @@ from .store import (
     sha256_of,
     transfer,
     url_of,
+    without_small,
 )
 
 logger = logging.getLogger(__name__)
@@ -330,20 +331,19 @@ class Mirror:
         with file:
             if self._parts is None:  # a start may have dropped records that the mirror has
                 self._parts = list(takewhile(partial(is_part_of, file), chain(names)))
-            parts = self._parts
-            begin = parts[-1].end if parts else 0
-            size = file.seek(begin) + len(file.read().rpartition(b"\n")[0]) + 1
-            if begin + 1 < size:
-                while parts and parts[-1].size <= size - begin:
-                    begin = parts.pop().begin
+            end = self._parts[-1].end if self._parts else 0
+            size = file.seek(end) + len(file.read().rpartition(b"\n")[0]) + 1  # of whole lines
+            if end + 1 < size:
+                kept = without_small(self._parts, size)
+                begin = kept[-1].end if kept else 0
                 file.seek(begin)
                 content = file.read(size - begin)
                 digest = hashlib.sha256(content).hexdigest()
                 number = 1 + max((int(m[1]) for m in map(PART.fullmatch, names) if m), default=0)
                 new = Part(number=number, begin=begin, size=len(content), digest=digest)
                 self.store.write(new.name, content)
-                parts.append(new)
-        current = {part.name for part in parts}
+                self._parts = [*kept, new]
+        current = {part.name for part in self._parts}
         self.store.remove(*(n for n in names if PART.fullmatch(n) and n not in current))
 
     def _put_checkpoint(self, folder: Path, text: bytes, names: dict[str, int]) -> None:
