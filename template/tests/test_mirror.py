@@ -31,6 +31,7 @@ from world import run_world
 
 from my_project.config import ConfigError
 from my_project.files import TransientError
+from my_project.manifest import find_damage
 from my_project.mirror import download, store, upload
 from my_project.process import PREEMPTED
 from my_project.run_files import checkpoints, local_folder, step_of
@@ -182,6 +183,8 @@ def test_a_kill_at_any_change_of_the_mirror_changes_no_bit(tmp_path, uninterrupt
             run_world(1, train_with, f"kill {at} 1", config)
         except RuntimeError:
             is_killed = True
+            there = checkpoints(at_mirror(config))
+            assert [find_damage(folder) for folder in there] == [""] * len(there)
             lose_disk(config)
             assert run_world(1, train_with, "none 0 0", config) == [0]
         assert_same_run(config, uninterrupted)

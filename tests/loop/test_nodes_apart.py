@@ -69,7 +69,7 @@ def test_a_disk_is_lost_with_its_host_and_the_run_goes_on(tmp_path, train_it):
     assert not list(disk(tmp_path, 1).glob("runs/here/checkpoints/.step*"))
 
 
-def test_nodes_with_other_checkpoints_go_on_from_the_newest_that_all_have(tmp_path):
+def test_nodes_with_other_checkpoints_go_on_from_the_newest_that_all_have(tmp_path, capfd):
     """Rank 0 was killed before its newest one was uploaded; the other node cannot have it."""
     config = deep(tmp_path)
     fault = change(config.recipe, fault="preempt", fault_at=5, fault_on_rank=1)
@@ -83,3 +83,4 @@ def test_nodes_with_other_checkpoints_go_on_from_the_newest_that_all_have(tmp_pa
         status(at)["from_step"] < step_of(newest)
     )
     assert (newest.parent / f"{newest.name}.old-1").is_dir()
+    assert "is skipped" not in capfd.readouterr().err, "it is not damaged"
