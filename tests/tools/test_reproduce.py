@@ -18,7 +18,8 @@ TESTS = Path(__file__).resolve().parents[1]
 
 
 def run_command(folder: Path, *words: str, **variables: str) -> subprocess.CompletedProcess[str]:
-    environment = {"HOME": str(folder), "PATH": os.environ["PATH"], "OMP_NUM_THREADS": "1"}
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"  # as in an activated environment
+    environment = {"HOME": str(folder), "PATH": path, "OMP_NUM_THREADS": "1"}
     environment |= {"CUDA_VISIBLE_DEVICES": "-1"} | variables
     done = subprocess.run(
         words, cwd=folder, env=environment, capture_output=True, text=True, check=False
