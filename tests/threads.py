@@ -29,16 +29,28 @@ sys.path[:0] = PATHS
 # ruff: noqa: E402
 
 import torch
+import world
 from accelerate import Accelerator, DataLoaderConfiguration, PartialState, utils
 from my_project.config import Config
 from ragged import Ragged
 from runs import change, make_config, records, train, weights
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset
-from world import run_world
 
 Rows = dict[str, tuple[str, str, str]]  # by thread: expected, accelerate's, this project's
 Factor = Callable[[int, int], float]  # of the learning rate, from the step and the number of steps
+
+
+def run_world(processes: int, function: Callable, *arguments: Any) -> list:
+    """Run a function in a world whose ranks end together: rank 0 holds the store of the others."""
+    return world.run_world(processes, and_wait, function, *arguments)
+
+
+def and_wait(function: Callable, *arguments: Any) -> Any:
+    returned = function(*arguments)
+    if torch.distributed.is_initialized():
+        torch.distributed.barrier()
+    return returned
 
 
 # ---- this project's loop -------------------------------------------------------------------------

@@ -9,12 +9,13 @@ import shutil
 import signal
 import threading
 import time
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import fsspec
 import pytest
 from fsspec.implementations.local import LocalFileSystem
-from ragged import Ragged
+from ragged import QUIET, Ragged
 from runs import (
     EXPORTED,
     assert_same_weights,
@@ -43,7 +44,8 @@ STEPS = 10
 class FaultyStore(LocalFileSystem):
     """A store in a local folder.
 
-    The variable FAULT says what happens: "<what> <from which change on> <for how many>".
+    The variable FAULT says what happens: "<what> <from which change on> <for how many>"; a lie and
+    a wait are about the files whose names end with ABOUT.
     """
 
     protocol = "faulty"
@@ -63,9 +65,13 @@ class FaultyStore(LocalFileSystem):
             os.kill(os.getpid(), signal.SIGKILL)
         if what == "fail":
             raise OSError(f"the server refused the key {os.environ.get('AWS_SECRET_ACCESS_KEY')}")
-        while what == "wait" and not Path(os.environ["RELEASED"]).exists():
-            time.sleep(0.01)
-        return what == "lie" and name.endswith(os.environ.get("LIE_ABOUT", ""))
+        is_about = name.endswith(os.environ.get("ABOUT", ""))
+        if what == "wait" and is_about:
+            released = Path(os.environ["RELEASED"])
+            released.with_suffix(".reached").touch()
+            while not released.exists():
+                time.sleep(0.01)
+        return what == "lie" and is_about
 
     def pipe_file(self, path, value, **_):
         is_lie = self.strike(path)
@@ -169,7 +175,7 @@ def test_a_lost_disk_costs_no_step_that_was_uploaded(tmp_path, uninterrupted):
     assert {path.name for path in (config.folder / "export").iterdir()} > EXPORTED
     assert tree_of(config.folder / "starts") == codes
     steps = [step_of(path) for path in checkpoints(at_mirror(config))]
-    assert steps[-2:] == [8, 10]
+    assert steps[-1] == STEPS
     assert len(steps) <= 3  # with that of the best evaluation
 
 
@@ -260,6 +266,18 @@ def test_a_stop_ends_in_time_without_its_upload(tmp_path, uninterrupted):
     assert_same_run(config, uninterrupted)
 
 
+@dataclass(frozen=True, kw_only=True)
+class MeetsUpload(Ragged):
+    """Waits for a file in a late step."""
+
+    file: str = field(default="", metadata=QUIET)
+
+    def loss(self, model, batch, step):
+        while step == STEPS - 3 and not Path(self.file).exists():
+            time.sleep(0.01)
+        return super().loss(model, batch, step)
+
+
 def held_up(config, released: str) -> int:
     """Train while an upload waits until all steps are done; rotation keeps what it reads."""
 
@@ -272,13 +290,15 @@ def held_up(config, released: str) -> int:
 
     kept: list[int] = []
     threading.Thread(target=release, daemon=True).start()
-    code = train_with("wait 9 100000", config, {"RELEASED": released})
+    about = {"RELEASED": released, "ABOUT": "model.safetensors.partial"}
+    code = train_with("wait 1 100000", config, about)
     assert kept[0] < STEPS - 2, "the one that is uploaded stays until then"
     return code
 
 
 def test_training_goes_on_while_an_upload_takes_long(tmp_path, uninterrupted):
-    config = mirrored(tmp_path, checkpoints__keep=1, evaluation__best_metric=None)
+    recipe = MeetsUpload(dropout=0.1, file=str(tmp_path / "released.reached"))
+    config = mirrored(tmp_path, recipe, checkpoints__keep=1, evaluation__best_metric=None)
     assert run_world(1, held_up, config, str(tmp_path / "released")) == [0]
     lose_disk(config)
     download.fetch_from_mirror(config)
@@ -290,10 +310,12 @@ def test_what_a_store_lies_about_is_passed_over(tmp_path, uninterrupted):
     """The newest model is zeros in the mirror, of the right size."""
     config = mirrored(tmp_path)
     about = "step_00000008/model.safetensors.partial"
-    assert stopped_at(7, config, "lie 1 100000", LIE_ABOUT=about) == [PREEMPTED]
+    assert stopped_at(7, config, "lie 1 100000", ABOUT=about) == [PREEMPTED]
+    before = [step_of(path) for path in checkpoints(at_mirror(config))]
     lose_disk(config)
     assert run_world(1, train_with, "none 0 0", config) == [0]
-    assert status(config)["from_step"] == 6
+    assert before.pop() == 8
+    assert status(config)["from_step"] == max(before, default=0)  # 6, where its upload kept up
     assert_same_run(config, uninterrupted)
     assert any((at_mirror(config) / "checkpoints").glob("step_00000008.old-1/*"))
 
@@ -385,7 +407,7 @@ def test_a_url_names_a_run_its_weights_or_a_checkpoint(tmp_path, monkeypatch):
     config = mirrored(tmp_path)
     assert run_world(1, train_with, "none 0 0", config) == [0]
     url = f"{config.checkpoints.mirror}/here"
-    for part in ("best", "export", "checkpoints/step_00000008"):
+    for part in ("best", "export", "checkpoints/step_00000010"):
         copied = local_folder(f"{url}/{part}")
         assert weights(copied).keys() == weights(config.folder / part).keys()
         assert (copied / "model.safetensors").read_bytes() == (
