@@ -1,6 +1,6 @@
-"""Time the steps of one process while its state is uploaded, and see how its memory grows.
+"""See how the memory of a process that uploads grows, and time its steps during uploads.
 
-    python benchmarks/mirror.py                    1.2 GB at 20 MB/s, and 50 saves of 12 MB
+    python benchmarks/mirror.py                    50 saves of 12 MB, and 1.2 GB at 20 MB/s
 
 The server speaks S3 (tests/s3_server.py), behind a proxy that passes on so many bytes per second.
 Training has the first core alone, server and proxy the others. After each save, steps are timed
@@ -21,7 +21,7 @@ sys.path[:0] = [str(ROOT / folder) for folder in ("template/src", "benchmarks", 
 
 
 def main() -> None:
-    """Print the ratio of the step times, and the memory after 5 saves and at the end."""
+    """Print the memory after 5 saves and at the end, and the ratio of the step times."""
     parser = argparse.ArgumentParser(
         allow_abbrev=False, description=(__doc__ or "").splitlines()[0]
     )
@@ -41,10 +41,10 @@ def main() -> None:
         throttled(server, 1e6 * arguments.rate) as slow,
     ):
         os.sched_setaffinity(0, {first})
-        os.environ |= slow.environment
-        time_steps(Path(folder) / "timed", arguments.parameters, arguments.uploads, slow.url)
         os.environ |= server.environment
         measure_memory(Path(folder) / "many", arguments.saves, server.url)
+        os.environ |= slow.environment
+        time_steps(Path(folder) / "timed", arguments.parameters, arguments.uploads, slow.url)
 
 
 def make_saver(folder: Path, parameters: int, url: str):
@@ -112,7 +112,8 @@ def time_steps(folder: Path, parameters: int, uploads: int, url: str) -> None:
         alone += [step() for _ in range(count)]
     assert not saver.mirror.failure, saver.mirror.failure
     one, other = statistics.median(during), statistics.median(alone)
-    size = sum(path.stat().st_size for path in folder.rglob("*.safetensors"))
+    newest = max(folder.glob("run/checkpoints/*"))
+    size = sum(path.stat().st_size for path in newest.iterdir())
     print(
         f"{size / 1e9:.2f} GB uploaded in {statistics.median(seconds):.1f} s; a step takes"
         f" {1e3 * one:.1f} ms meanwhile and {1e3 * other:.1f} ms alone (medians of {len(during)}):"
