@@ -15,7 +15,7 @@ from typing import Any
 from torch import nn
 
 from .files import read_own
-from .run_files import kind_of, read_info, records
+from .run_files import read_info, records
 from .run_folder import Run
 from .safety.redaction import is_secret, mask
 from .words import PACKAGE, format_metric, printable
@@ -113,7 +113,7 @@ def dataset_name(recipe: Any) -> tuple[str, bool]:
 
 def results(run: Run) -> str:
     """Return a table of the last evaluation and the best."""
-    evaluations = [one for one in records(run.folder) if kind_of(one) == "evaluation"]
+    evaluations = [*records(run.folder, "evaluation")]
     if not evaluations:
         return "None: the run has no validation set.\n"
     columns = {"last": evaluations[-1]}

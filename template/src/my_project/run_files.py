@@ -142,13 +142,19 @@ def lock_of(folder: Path) -> Path:
     return folder / ".lock"
 
 
-def each_record(path: Path) -> Iterator[dict[str, Any]]:
+def each_record(path: Path, kind: str = "") -> Iterator[dict[str, Any]]:
     """Yield the records of a metrics.jsonl, reading line by line; {} for a damaged line.
 
     A last line that a kill has cut off does not count as damaged.
+
+    Args:
+        path: of the file.
+        kind: skip lines that do not contain this word, without parsing them; "" skips none.
     """
     with open_own(path) as file:
         while line := file.readline(MOST_LINE_BYTES):
+            if kind.encode() not in line:
+                continue
             record = parse_record(line)
             if record or line.endswith(b"\n") or not line.startswith(b"{"):
                 yield record
@@ -288,10 +294,12 @@ def last_record(folder: Path) -> dict[str, Any]:
     return {}
 
 
-def records(folder: Path) -> Iterator[dict[str, Any]]:
-    """Yield the records of metrics.jsonl that are not damaged."""
+def records(folder: Path, kind: str = "") -> Iterator[dict[str, Any]]:
+    """Yield the records of metrics.jsonl that are not damaged, of one kind or of all."""
     with suppress(OSError):  # there are none yet, or the storage is gone
-        yield from filter(None, each_record(folder / "metrics.jsonl"))
+        for record in each_record(folder / "metrics.jsonl", kind):
+            if record and kind in ("", kind_of(record)):
+                yield record
 
 
 def each_start(folder: Path) -> list[dict[str, Any]]:
