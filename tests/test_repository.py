@@ -134,3 +134,4 @@ def test_the_tests_that_a_project_names_are_where_it_says():
     for document in ("docs/promises.md", "AGENTS.md"):
         text = (REPOSITORY / "template" / document).read_text(encoding="utf-8")
         assert f"cookiecutter-accelerate {version}" in text, document
+    assert f"\nversion: {version}\n" in (REPOSITORY / "CITATION.cff").read_text(encoding="utf-8")
