@@ -18,7 +18,7 @@ from .process import LAUNCHER
 from .recipe import PARAMETERS, Recipe, optional
 from .run_files import local_folder
 from .safety.search_path import run_folder
-from .words import rendered, say
+from .words import format_metric, rendered, say
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -124,8 +124,6 @@ def prepared_model(
 
 def say_results(folder: Path, results: dict[str, float]) -> None:
     """Print the results of an evaluation below the folder of the weights, a line each."""
-    from .words import format_metric
-
     say(folder)
     width = max(map(len, results), default=0)
     for name, value in results.items():

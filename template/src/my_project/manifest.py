@@ -59,12 +59,11 @@ def read_manifest(folder: Path) -> Manifest:
     try:
         text = read_own(path, follow=True).decode()
         content: Manifest = json.loads(text)["manifest"]
-        is_intact = text == manifest_text(content)
+        if text != manifest_text(content):
+            raise ValueError
         version, step = content["format"], content["step"]
     except (ValueError, LookupError, TypeError, RecursionError):
         raise ValueError("manifest.json is damaged") from None
-    if not is_intact:
-        raise ValueError("manifest.json is damaged")
     if version != FORMAT:
         raise FormatError(
             f"{folder} was saved by another version of this project (format {version}, this code"

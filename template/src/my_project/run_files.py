@@ -31,7 +31,6 @@ from .files import (
 RUN_FORMAT = 1  # of a run folder, in run.json; docs/run-folder.md says what it means
 BLOCK_BYTES = 1 << 16  # of one read from the end of a file
 ENDED = ("finished", "preempted")  # the outcomes after which no step has to be done again
-STEP_FOLDER = re.compile(r"step_(\d{8,})")
 NUMBER = (int, float)
 LINE_TYPES = {  # of the fields of a line in starts.jsonl
     **dict.fromkeys(("event", "id"), str),
@@ -224,7 +223,7 @@ def kind_of(record: dict[str, Any]) -> str:
 
 def step_of(folder: Path) -> int:
     """Return the step in a checkpoint's name; -1 for another name."""
-    match = STEP_FOLDER.fullmatch(folder.name)
+    match = re.fullmatch(r"step_(\d{8,})", folder.name)
     return int(match[1]) if match else -1
 
 

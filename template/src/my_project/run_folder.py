@@ -103,7 +103,6 @@ class Run:
         """
         if not self.is_current:
             return
-        warned = WARNED.count - self.warned_before
         status = Status(
             outcome=outcome,
             step=self.step if failure is None else failure.step or 0,
@@ -115,7 +114,7 @@ class Run:
             seconds=round(time.monotonic() - self.began, 1),
             paused_seconds=round(self.paused_seconds, 3),
             trackers=dict(self.trackers),  # a copy: a late tracker may add one
-            warnings=self.status().warnings if self.rank else warned,
+            warnings=self.status().warnings if self.rank else WARNED.count - self.warned_before,
             note=note,
             result=None if result is None else files.finite(result),
             patience=patience,

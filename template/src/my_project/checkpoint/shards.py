@@ -125,7 +125,8 @@ def save_tensors(
 
         write(memoryview(struct.pack("<Q", len(text)) + text))
         for _ in tensors:  # each is freed before the next is gathered
-            write(_as_bytes(next(values)))
+            # copies only a tensor that is not contiguous, or on a GPU
+            write(next(values).cpu().contiguous().flatten().view(torch.uint8).numpy().data)
     return digest.hexdigest()
 
 
@@ -150,11 +151,6 @@ def in_file_order(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     """Sort tensors by descending item size, so that each one is aligned in its file."""
     order = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
     return {name: tensors[name] for name in order}
-
-
-def _as_bytes(tensor: Tensor) -> memoryview:
-    """Return the bytes of a tensor; a copy only if it is not contiguous, or on a GPU."""
-    return tensor.cpu().contiguous().flatten().view(torch.uint8).numpy().data
 
 
 @functools.cache

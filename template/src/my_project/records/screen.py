@@ -1,4 +1,4 @@
-"""What a run shows on a terminal: a bar below the lines of the log.
+"""Show a run on a terminal: a bar below the lines of the log.
 
     step 196/330 [###########         ] 59%  loss 0.4312  52 s left  lr 9.1e-03  3,021 samples/s
 
@@ -49,11 +49,11 @@ class Screen:
         return True
 
     def is_shown(self, entry: logging.LogRecord) -> bool:
-        """Return whether a line stays above the bar: of records, only that of an evaluation.
+        """Return whether a line stays above the bar: of records, only an evaluation's does.
 
         The bar shows what the others say, and the log file still has their lines.
         """
-        kind = getattr(entry, "kind", None)  # None: not of a record
+        kind = getattr(entry, "kind", None)  # None: not a record's
         if not self.is_terminal or kind in (None, "evaluation"):
             return True
         if LOGS in os.environ:
@@ -79,7 +79,7 @@ class Screen:
     def write(self, record: dict[str, Any]) -> None:
         """Keep what the bar shows of an interval."""
         if kind_of(record) == "interval":
-            self.numbers = log.numbers(record, self.total_steps)
+            self.numbers = log.format_interval(record, self.total_steps)
 
     def close(self) -> None:
         """Leave the bar on the screen as it is."""
