@@ -100,7 +100,7 @@ def prepared_model(
     """Return a model prepared for evaluation. Called by every rank.
 
     Args:
-        accelerator: of this process.
+        accelerator: this process's Accelerator.
         config: of the run.
         data_info: from the recipe's prepare_data.
         plain: a model that has its weights; None builds the recipe's model, for the caller to load

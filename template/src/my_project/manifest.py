@@ -135,7 +135,7 @@ def put_in_place(temporary: Path, folder: Path) -> None:
     # an unused name: on NFS a removed file that is still open stays, and so does its folder
     before = unused_name(folder.with_name(f".{folder.name}"), "before")
     if folder.is_symlink() or folder.is_file():
-        os.replace(folder, unused_name(folder))  # not of this run
+        os.replace(folder, unused_name(folder))  # not made by a run
     elif folder.exists():
         os.replace(folder, before)
     os.replace(temporary, folder)

@@ -69,7 +69,7 @@ class Status:
 
     @property
     def is_damaged(self) -> bool:
-        """Return whether it is missing or damaged: each status has an outcome."""
+        """Return whether status.json is missing or damaged: each status has an outcome."""
         return not self.outcome
 
     @property
@@ -104,7 +104,7 @@ class RunInfo:
 
     @property
     def is_damaged(self) -> bool:
-        """Return whether it is missing or damaged: each start writes its name."""
+        """Return whether run.json is missing or damaged: each start writes its token there."""
         return not self.launch
 
 
@@ -148,7 +148,7 @@ def read_failures(paths: Iterable[Path]) -> list[Failure]:
 
 
 def lock_of(folder: Path) -> Path:
-    """Return the file that a launch locks: in the folder, which may have several paths."""
+    """Return the file that a launch locks, in the run folder: that may have several paths."""
     return folder / ".lock"
 
 
@@ -192,7 +192,7 @@ def each_record_backward(path: Path) -> Iterator[tuple[int, bytes, dict[str, Any
 
 
 def parse_record(line: bytes) -> dict[str, Any]:
-    """Return the record in a line; {} if it holds none."""
+    """Return the record in a line; {} if there is none."""
     try:
         record = json.loads(line.decode())
     except (ValueError, RecursionError):

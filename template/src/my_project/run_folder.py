@@ -66,7 +66,7 @@ class Run:
         # of this attempt of a launch, set by begin() or sees(); "launch" in run.json
         self.token = ""
         self.hosts: list[str] = []  # by rank
-        self.is_shared = True  # by all nodes; else each of them has a folder of its own
+        self.is_shared = True  # by all nodes; if not, each has a folder of its own
         self.provenance = Origin()  # of this launch, on rank 0
         self.numerics: dict[str, Any] = {}  # of this launch, see accelerator.numerics
         self.notes: list[dict[str, Any]] = []  # records to be written to metrics.jsonl

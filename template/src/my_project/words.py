@@ -1,4 +1,4 @@
-"""Durations, numbers, plurals and frames as text; what is printed."""
+"""Format durations, numbers, plurals and paths as text; print text without control characters."""
 
 import io
 import os

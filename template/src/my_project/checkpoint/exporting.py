@@ -5,9 +5,9 @@
       config.yaml              of the run
       data_info.json           what the recipe's prepare_data returned
       step.json                the step of the weights, and where they come from
-      README.md                the model card; in export/ alone
+      README.md                the model card; in export/ only
 
-A recipe may write other files than model.safetensors, see recipe.py. weights.py reads exports.
+A recipe may write other files than model.safetensors (recipe.py). weights.py reads exports.
 """
 
 import json

@@ -59,7 +59,7 @@ def choose(accelerator: Accelerator, run: Run) -> Path | None:
 
 
 def _candidates(run: Run) -> list[Path]:
-    """Return the checkpoints to try, the best first. Called by rank 0."""
+    """Return the checkpoints to try, in this order. Called by rank 0."""
     clean_up(run.folder)
     folders = (run.folder / "checkpoints").glob("step_*")
     own = sorted((p for p in folders if step_of(p) >= 0), key=step_of, reverse=True)

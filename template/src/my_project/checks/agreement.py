@@ -143,7 +143,7 @@ class Agreement:
             if types:
                 self.findings.passed("data", f"{name}: {', '.join(types)} cannot be compared")
         if self.run.rank == 0:
-            now = asdict(replace(own, data=saved.data | own.data))  # if not all were read
+            now = asdict(replace(own, data=saved.data | own.data))  # some may not have been read
             del now["model"]
             with files.writing(self.run.folder):
                 # without fsync, which takes longer than the checks; a damaged file is ignored

@@ -46,13 +46,13 @@ class Findings:
             logger.warning(problem)
             self.run.notes.append({"kind": "check", "check": check, "problem": problem})
 
-    def passed(self, check: str, what: str) -> None:
+    def passed(self, check: str, text: str) -> None:
         """Log what a check has found to be right: in the log file, and on screen in a dry run."""
         if DRY_RUN in os.environ and self.run.rank == 0:
-            logger.info("checks.%s: %s", check, what)
+            logger.info("checks.%s: %s", check, text)
         elif LOGS in os.environ and self.run.rank == 0:
             with suppress(OSError):  # a full disk
-                print(f"checks.{check}: {what}", file=sys.stderr)
+                print(f"checks.{check}: {text}", file=sys.stderr)
 
     def gather(self, own: list[str]) -> dict[str, str]:
         """Return what all ranks have found, each with its ranks and the host of the first.

@@ -26,7 +26,7 @@ from ..ranks import on_main_then_broadcast
 from ..recipe import PARAMETERS, Recipe, optional, source_location
 from .findings import Findings
 
-MIN_SAMPLES, MAX_SAMPLES = 4, 8  # half of 2 is one sample, which may be a recipe's special case
+MIN_SAMPLES, MAX_SAMPLES = 4, 8  # half of 2 is one sample, often a special case in a recipe
 TOLERANCE = 0.02  # relative: padding moves the outputs of a correct model a little
 SAME = 1e-4  # relative: how much two equal forwards may differ
 MEAN_RATIOS = 0.4, 0.6  # of a whole to the sum of its halves, if loss returns a mean

@@ -86,9 +86,9 @@ class Performance:
         self.ended[step] = time.perf_counter(), self.data_seconds
         self.data_seconds = 0.0
 
-    def resume(self, what: str, seconds: float) -> None:
+    def resume(self, kind: str, seconds: float) -> None:
         """Leave the time of an evaluation or a save out of the throughput."""
-        self.interval_seconds[what] += seconds
+        self.interval_seconds[kind] += seconds
         self.clock = time.perf_counter()
 
     def observe(self, report: StepReport) -> None:

@@ -13,8 +13,8 @@ of these methods that it needs; start and write are called only on rank 0:
     observe(report)             the numbers of a step, after the next step or before a pause
     end_interval()              return fields of the record of an interval; it may begin to gather
     gathered()                  return more fields, when all ranks have made another step or wait
-    pause(what)                 training waits for "evaluation" or "saving"
-    resume(what, seconds)       training has waited this long for it
+    pause(kind)                 training waits for "evaluation" or "saving"
+    resume(kind, seconds)       training has waited this long for it
     write(record)               a record, as it is in metrics.jsonl
     of_run()                    return fields for the status of a finished run
     stop()                      no step follows, but records may
@@ -186,22 +186,22 @@ class Recorder:
             self.run.first_step_ended(step)
 
     @contextmanager
-    def paused(self, what: str) -> Iterator[None]:
+    def paused(self, kind: str) -> Iterator[None]:
         """Measure an evaluation or a save ("evaluation", "saving"), and record a save."""
         self._write_pending()
-        call(self.outputs, "pause", what)
+        call(self.outputs, "pause", kind)
         start = time.perf_counter()
         yield
         self.last_pause = time.perf_counter() - start
         self.run.paused_seconds += self.last_pause
-        if what == "saving":
+        if kind == "saving":
             self.write({"kind": "checkpoint"} | rounded({"seconds": self.last_pause}))
-        call(self.outputs, "resume", what, self.last_pause)
+        call(self.outputs, "resume", kind, self.last_pause)
 
     # ---- the interval ----------------------------------------------------------------------------
     def observe(self, report: StepReport) -> None:
         """Count a finished step, and record the interval that ends with it."""
-        if self.pending or self.run.notes:  # true at few steps
+        if self.pending or self.run.notes:  # rarely so
             self._write_pending()
         self.last = report
         self.rate = learning_rate(

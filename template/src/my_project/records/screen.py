@@ -23,7 +23,7 @@ SECONDS_PER_DRAWING = 0.25
 
 
 class Screen:
-    """The bar on the last line of a terminal, which a line of the log erases first."""
+    """A bar on the last line of a terminal; each line of the log erases it first."""
 
     def __init__(self, run: Run, *_: Any) -> None:
         self.total_steps = run.total_steps
@@ -34,7 +34,7 @@ class Screen:
         self.waits_for = ""
 
     def start(self, step: int, _: dict[str, int]) -> None:
-        """Begin after so many steps; draw the bar if this is a terminal."""
+        """Begin after this many steps; draw the bar if this is a terminal."""
         self.step = step
         self.is_terminal = can_redraw()
         log.logger.addFilter(self.is_shown)
@@ -67,12 +67,12 @@ class Screen:
         if self.is_terminal and time.monotonic() > self.drawn + SECONDS_PER_DRAWING:
             self._draw()
 
-    def pause(self, what: str) -> None:
+    def pause(self, kind: str) -> None:
         """Show what training waits for: evaluation, saving."""
-        self.waits_for = what
+        self.waits_for = kind
         self._draw()
 
-    def resume(self, _what: str, _seconds: float) -> None:
+    def resume(self, _kind: str, _seconds: float) -> None:
         """Show that training goes on."""
         self.pause("")
 

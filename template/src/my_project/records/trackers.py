@@ -97,7 +97,7 @@ class Trackers:
         Args:
             step: steps done; a resumed run continues the same curves.
             logged: by kind, the step of the newest record that an earlier start has logged. A
-                killed run repeats steps, of which W&B already holds the values.
+                killed run repeats steps whose values W&B already has.
         """
         self.logged = logged
         for name in self.run.config.telemetry.trackers:
