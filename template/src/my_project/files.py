@@ -42,7 +42,7 @@ class TransientError(ConfigError):
 
 
 # ---- untrusted files -----------------------------------------------------------------------------
-MOST_BYTES = 1 << 28  # of a file that is read whole
+MAX_BYTES = 1 << 28  # of a file that is read whole
 MAX_YAML_BYTES = 1 << 22  # read in about a second
 MAX_LINE_BYTES = 1 << 24
 
@@ -82,7 +82,7 @@ def open_own(
     return open(path, mode, buffering, opener=opener)
 
 
-def read_own(path: Path | str, *, follow: bool = False, most: int = MOST_BYTES) -> bytes:
+def read_own(path: Path | str, *, follow: bool = False, most: int = MAX_BYTES) -> bytes:
     """Read a whole file of a run folder, as `open_own` opens it.
 
     Raises:

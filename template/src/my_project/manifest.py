@@ -87,7 +87,7 @@ def find_damage(folder: Path, share: slice = slice(None)) -> str:
         share: which of its files to read.
     """
 
-    def problem_of(name: str) -> str:
+    def check_file(name: str) -> str:
         with open_own(folder / name, follow=True) as file:
             digest = hashlib.file_digest(file, "sha256").hexdigest()  # type: ignore
         is_intact = digest == hashes[name]
@@ -96,7 +96,7 @@ def find_damage(folder: Path, share: slice = slice(None)) -> str:
     try:
         hashes = read_manifest(folder)["files"]
         with ThreadPoolExecutor(HASHING_THREADS) as pool:
-            return next(filter(None, pool.map(problem_of, sorted(hashes)[share])), "")
+            return next(filter(None, pool.map(check_file, sorted(hashes)[share])), "")
     except (ValueError, LookupError, TypeError, OSError) as error:
         return str(error)
 
