@@ -9,7 +9,7 @@ import pytest
 import torch
 from checked import EACH_LAYOUT, LAYOUTS, check
 from documents import PROJECT
-from my_project.checks.recipe import misspelled, problem_of_sums
+from my_project.checks.recipe import misspelled, sums_problem
 from my_project.recipe import PARAMETERS
 from ragged import Deep, Ragged
 from runs import assert_same_weights, make_config, quick
@@ -304,7 +304,7 @@ def test_too_few_samples_and_a_later_start_are_not_checked(tmp_path):
     ],
 )
 def test_the_numbers_of_a_whole_and_its_halves_tell(sums, wrong):
-    problem = problem_of_sums(lambda _, part: np.array(sums[part]), 4)
+    problem = sums_problem(lambda _, part: np.array(sums[part]), 4)
     assert (f"its {wrong} is" in problem) if wrong else not problem
 
 

@@ -672,7 +672,7 @@ def test_a_save_is_not_waited_for_once_another_rank_is_gone(tmp_path, monkeypatc
     lost = RuntimeError("[gloo/transport/tcp/pair.cc] Connection closed by peer")
     saver.__exit__(RuntimeError, lost, None)
     assert not writing.is_alive(), "it would wait for startup_timeout_seconds"
-    assert "rank_00001 did not report its shards" in str(saver.failures["checkpoint"])
+    assert "rank_00001 did not report their shards" in str(saver.failures["checkpoint"])
     assert names(saver.config) == []
 
 

@@ -187,7 +187,7 @@ def export_and_go_on(
     """
     weights = whole(model)
     if is_saved:
-        checkpoints._copied = None  # no shards are written
+        checkpoints._copy_to_host = None  # no shards are written
     else:
         run.step += 1  # of which there is no checkpoint
     real(run, data_info, model, checkpoints)  # makes the buffers

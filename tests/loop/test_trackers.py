@@ -117,7 +117,7 @@ def test_a_tracker_that_fails_is_named_and_loses_only_its_own_records(
 def test_a_slow_tracker_loses_records_and_training_does_not_wait(
     tmp_path, stubs, caplog, monkeypatch
 ):
-    monkeypatch.setattr(trackers, "MOST_WAITING", 1)
+    monkeypatch.setattr(trackers, "MAX_WAITING", 1)
     monkeypatch.setattr(trackers, "FINISH_SECONDS", 0.3)
     stubs["aim"].fails_in, stubs["aim"].how = ("log",), "hang"
     config = change(config_of(tmp_path), steps=6, telemetry__trackers=["aim"])

@@ -18,7 +18,7 @@ from .process import LAUNCHER
 from .recipe import PARAMETERS, Recipe, optional
 from .run_files import local_folder
 from .safety.search_path import run_folder
-from .words import rendered, say
+from .words import format_metric, rendered, say
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -37,14 +37,14 @@ def evaluate(words: list[str]) -> None:
     accelerate launch --config_file accelerate_configs/multi_gpu.yaml \
         -m my_project evaluate runs/image_classification
 
-    The last command evaluates on several processes. A run folder means its best/, without one its
-    export/, and before there is that its newest checkpoint.
+    The last command evaluates on several processes. A run folder means its best/; without it, its
+    export/; without both, its newest checkpoint.
     """
     parser = make_parser(evaluate.__doc__, "evaluate")
     parser.add_argument("folder", help="a run folder, an export or a checkpoint")
     _add_trust(parser)
     parser.add_argument("--json", action="store_true", help="print one line of JSON")
-    parser.add_argument("--follow", action="store_true", help="each checkpoint, as it appears")
+    parser.add_argument("--follow", action="store_true", help="each checkpoint as it appears")
     arguments = parser.parse_args(words)
     LAUNCHER.watch()  # before torch is imported
     output = sys.stdout
@@ -83,12 +83,12 @@ def print_evaluation(arguments: argparse.Namespace, output: Any = None) -> int:
         else:
             model = prepared_model(accelerator, config, data_info)
             weights.load_weights(folder, model.model)
-        step = weights.step_of_weights(folder)
+        step = weights.trained_steps(folder)
         results = evaluate.evaluate(accelerator, config, model, datasets, step)
         if accelerator.is_main_process:
             if arguments.json:
-                found = json.dumps({"weights": str(folder)} | finite(results), allow_nan=False)
-                print(found, file=output)
+                line = json.dumps({"weights": str(folder)} | finite(results), allow_nan=False)
+                print(line, file=output)
             else:
                 say_results(folder, results)
     return 0
@@ -100,11 +100,11 @@ def prepared_model(
     """Return a model prepared for evaluation. Called by every rank.
 
     Args:
-        accelerator: of this process.
+        accelerator: this process's Accelerator.
         config: of the run.
         data_info: from the recipe's prepare_data.
-        plain: a model that has its weights; None: build the recipe's, whose weights are to be
-            filled in.
+        plain: a model that has its weights; None builds the recipe's model, for the caller to load
+            weights into.
     """
     from accelerate.utils import DynamoBackend
 
@@ -118,14 +118,12 @@ def prepared_model(
     model = contract.build_model(config, data_info) if plain is None else plain
     wrapper = contract.RecipeModule(model)
     if is_sharding(accelerator):
-        wrapper = wrapper.to(accelerator.device)  # which accelerate leaves to sharding
+        wrapper = wrapper.to(accelerator.device)  # accelerate leaves this to sharding
     return accelerator.prepare_model(wrapper, evaluation_mode=True)
 
 
 def say_results(folder: Path, results: dict[str, float]) -> None:
     """Print the results of an evaluation below the folder of the weights, a line each."""
-    from .words import format_metric
-
     say(folder)
     width = max(map(len, results), default=0)
     for name, value in results.items():
@@ -140,7 +138,7 @@ def predict(words: list[str]) -> None:
     python -m my_project predict runs/image_classification digit.png
 
     The first command answers for 16 validation samples, the second predicts from a file (some
-    recipes: from a text) and reads no validation data. Both need no accelerate.
+    recipes: from a text) and reads no validation data. Neither needs accelerate.
     A run folder means its best/, or its export/ if there is no best/.
     """
     run(print_prediction, parse_predict(words))
@@ -153,8 +151,8 @@ def parse_predict(words: list[str]) -> argparse.Namespace:
     parser.add_argument(
         "argument",
         nargs="?",
-        help="the input, such as an image file; default: validation samples; -- before one that"
-        " begins with a hyphen",
+        help="the input, such as an image file; default: validation samples; put -- before an input"
+        " that begins with a hyphen",
     )
     _add_trust(parser)
     return parser.parse_args(words)
@@ -174,7 +172,7 @@ def print_prediction(arguments: argparse.Namespace) -> None:
         show_samples(arguments, weights)
         return
     config, data_info, model = load(weights, arguments.trust, given)
-    predict = needed(config.recipe, "predict")
+    predict = require_method(config.recipe, "predict")
     with torch.no_grad(), errors_as_sentences():  # such as a file that is not an image
         say(predict(model, data_info, arguments.argument))
 
@@ -204,15 +202,15 @@ def show_samples(arguments: argparse.Namespace, weights: Path) -> None:
     given = local_folder(arguments.folder)
     config = config_beside(weights, arguments.trust, given)
     recipe = config.recipe
-    show = needed(recipe, "predict_samples", ", or give an input")
+    show = require_method(recipe, "predict_samples", ", or give an input")
     _, exported, model = load(weights, arguments.trust, given)
     data_info, datasets = validation_sets(config)
     data = next(iter(datasets.values()))
     samples = Subset(data, evenly_spaced(data, NUM_SAMPLES))
     if data_info != exported:
         say(
-            f"warning: the data is not that of the training: prepare_data returns something else"
-            f" than {weights}/data_info.json holds",
+            "warning: this is not the data of the training: prepare_data does not return what"
+            f" {weights}/data_info.json holds",
             to=sys.stderr,
         )
     folder = Path(run_folder(str(weights)))
@@ -229,10 +227,10 @@ def show_samples(arguments: argparse.Namespace, weights: Path) -> None:
             say(folder / path.name)
 
 
-def needed(recipe: Recipe, method: str, other_remedy: str = "") -> Any:
+def require_method(recipe: Recipe, method: str, other_remedy: str = "") -> Any:
     """Return an optional method of the recipe; refuse a recipe without it."""
-    if found := optional(recipe, method):
-        return found
+    if function := optional(recipe, method):
+        return function
     signature = f"{method}({', '.join(PARAMETERS[method])})"
     raise ConfigError(f"{type(recipe).__name__} has no {signature}; add it{other_remedy}.")
 

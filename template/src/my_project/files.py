@@ -42,9 +42,9 @@ class TransientError(ConfigError):
 
 
 # ---- untrusted files -----------------------------------------------------------------------------
-MOST_BYTES = 1 << 28  # of a file that is read whole
-MOST_YAML_BYTES = 1 << 22  # which takes about a second
-MOST_LINE_BYTES = 1 << 24
+MAX_BYTES = 1 << 28  # of a file that is read whole
+MAX_YAML_BYTES = 1 << 22  # read in about a second
+MAX_LINE_BYTES = 1 << 24
 
 
 def open_own(
@@ -52,18 +52,18 @@ def open_own(
 ) -> IO[bytes]:
     """Open a regular file of a run folder, in a binary mode.
 
-    Somebody else may have made the folder: a link would lead to a file outside it, which a write
-    would change or create, and a pipe would never answer. The folder itself may be a link, and so
+    Somebody else may have made the folder: a link could lead to a file outside it, which a write
+    would change or create, and opening a pipe would block. The folder itself may be a link, and so
     may the folders in it.
 
     Args:
         path: of the file.
         mode: of `open`.
-        follow: read a link too; of an export, since the Hub's cache consists of links.
+        follow: follow a link; for an export, since the Hub's cache consists of links.
         buffering: of `open`.
 
     Raises:
-        OSError: it is something else than a regular file.
+        OSError: it is not a regular file.
     """
 
     def opener(name: str, flags: int) -> int:
@@ -71,7 +71,7 @@ def open_own(
         problem = OSError(errno.EINVAL, "it is not a regular file", str(path))
         try:
             descriptor = os.open(name, flags, 0o666)
-        except OSError as error:  # a link; a pipe, to be written; a folder
+        except OSError as error:  # a link, a pipe without a reader, a folder
             is_other = error.errno in (errno.ELOOP, errno.ENXIO, errno.EISDIR)
             raise (problem if is_other else error) from None
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):
@@ -82,11 +82,11 @@ def open_own(
     return open(path, mode, buffering, opener=opener)
 
 
-def read_own(path: Path | str, *, follow: bool = False, most: int = MOST_BYTES) -> bytes:
+def read_own(path: Path | str, *, follow: bool = False, most: int = MAX_BYTES) -> bytes:
     """Read a whole file of a run folder, as `open_own` opens it.
 
     Raises:
-        OSError: it is not a regular file, or has more than so many bytes.
+        OSError: it is not a regular file, or has more than `most` bytes.
     """
     with open_own(path, follow=follow) as file:
         if os.fstat(file.fileno()).st_size > most:
@@ -98,7 +98,7 @@ def read_own(path: Path | str, *, follow: bool = False, most: int = MOST_BYTES) 
 def write_atomically(path: Path, text: str) -> None:
     """Replace a file atomically: a reader sees either the old text or the new."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    temporary.unlink(missing_ok=True)  # of a process with the same ID, or an untrusted link
+    temporary.unlink(missing_ok=True)  # from a process with the same ID, or an untrusted link
     try:
         with temporary.open("x", encoding="utf-8") as file:
             file.write(text)
@@ -124,24 +124,24 @@ def from_object(kind: type[T], content: Any, *, is_strict: bool = True) -> T:
     Args:
         kind: the dataclass.
         content: the object, which may be damaged or untrusted.
-        is_strict: refuse a field of another type; else it gets its default.
+        is_strict: refuse a field of another type; otherwise it gets its default.
 
     Raises:
         TypeError: it is not an object, or lacks a field that has no default.
     """
-    found = {}
+    fields = {}
     for name, hint in get_type_hints(kind).items():
-        if name in as_a(content, dict):
+        if name in convert(content, dict):
             try:
-                found[name] = as_a(content[name], hint)
+                fields[name] = convert(content[name], hint)
             except TypeError:
                 if is_strict:
                     raise
-    return kind(**found)
+    return kind(**fields)
 
 
-def as_a(value: Any, hint: Any) -> Any:
-    """Return a value of a JSON file that is to have a type; of tuples and dataclasses an instance.
+def convert(value: Any, hint: Any) -> Any:
+    """Return a value of a JSON file as a type: a list as a tuple, an object as a dataclass.
 
     Raises:
         TypeError: it has another type.
@@ -150,13 +150,13 @@ def as_a(value: Any, hint: Any) -> Any:
     if kind is UnionType:
         for part in parts:
             with suppress(TypeError):
-                return as_a(value, part)
+                return convert(value, part)
     elif isinstance(kind, type) and is_dataclass(kind):
         return from_object(kind, value)
     elif kind is tuple and isinstance(value, list):
-        return tuple(as_a(one, parts[0]) for one in value)
+        return tuple(convert(item, parts[0]) for item in value)
     elif isinstance(value, dict) and kind is dict:
-        return {name: as_a(one, parts[1]) for name, one in value.items()} if parts else value
+        return {name: convert(item, parts[1]) for name, item in value.items()} if parts else value
     elif hint is Any or type(value) is kind or (kind is float and is_number(value)):
         return value
     raise TypeError(f"{type(value).__name__} is not {hint}")
@@ -179,7 +179,7 @@ def unused_name(path: Path, suffix: str = "old") -> Path:
 
 
 def wait_until(condition: Callable[[], bool], seconds: float, poll_seconds: float = 0.2) -> bool:
-    """Wait until a condition is true; return False if it is not within so many seconds."""
+    """Wait until a condition is true; return False if it is not after this many seconds."""
     deadline = time.monotonic() + seconds
     while not (is_true := condition()) and time.monotonic() < deadline:
         time.sleep(poll_seconds)
@@ -202,41 +202,41 @@ def temporary_folder() -> Path:
     """Create and return a temporary folder that only this user can write to."""
     folder = Path(tempfile.gettempdir(), f"{__name__.partition('.')[0]}-{os.getuid()}")
     folder.mkdir(mode=0o700, exist_ok=True)
-    if folder.lstat().st_uid != os.getuid():  # nor is it another user's link
+    if folder.lstat().st_uid != os.getuid():  # of a link itself: not its target's
         raise ConfigError(f"{folder} belongs to another user; remove it, or set TMPDIR.")
     return folder
 
 
 SOCKET = "/pymp-12345678/listener-12345678"  # in the folder for temporary files
-SOCKET_BYTES = 103 if sys.platform == "darwin" else 107  # of the path of a socket
+SOCKET_BYTES = 103 if sys.platform == "darwin" else 107  # the maximum for its path
 
 
 def check_temporary_folder(*, has_workers: bool) -> None:
-    """Refuse a folder for temporary files with which nothing can start.
+    """Refuse a folder for temporary files with which a run cannot start.
 
     Args:
         has_workers: whether loader workers will send tensors, for which multiprocessing makes
-            sockets there. Where it cannot, they send nothing, and training hangs.
+            sockets there. If it cannot, they send nothing, and training hangs.
 
     Raises:
-        ConfigError: there is none, or its name is too long.
+        ConfigError: there is none, or its path is too long.
     """
     try:
         folder = tempfile.gettempdir()
     except OSError as error:
         raise ConfigError(
             "there is no folder for temporary files (TMPDIR, /tmp and /var/tmp are missing,"
-            " read-only or full): mount one, or let TMPDIR name one that can be written to."
+            " read-only or full): mount one, or set TMPDIR to one that can be written to."
         ) from error
     length, limit = len(os.fsencode(folder)), SOCKET_BYTES - len(SOCKET)
     if has_workers and length > limit:
         raise ConfigError(
-            f"the folder for temporary files has a name of {length} bytes ({folder}), but may have"
-            f" {limit} with loader workers: let TMPDIR name another, or set batches.workers to 0."
+            f"the folder for temporary files has a path of {length} bytes ({folder}), but may have"
+            f" {limit} with loader workers: set TMPDIR to another, or batches.workers to 0."
         )
 
 
-MAX_YAML_ALIASES = 50  # a few lines of ten each can stand for more values than memory holds
+MAX_YAML_ALIASES = 50  # a few lines of ten each can expand to more than memory holds
 
 
 def read_yaml(path: Path, *, follow: bool = True) -> dict[str, Any]:
@@ -244,7 +244,7 @@ def read_yaml(path: Path, *, follow: bool = True) -> dict[str, Any]:
 
     Args:
         path: of the file.
-        follow: read a link too, as in the user's own configs/ (see open_own).
+        follow: follow a link, as in the user's own configs/ (see open_own).
 
     Raises:
         ConfigError: the file cannot be read, has too many aliases, or is not a mapping.
@@ -253,7 +253,7 @@ def read_yaml(path: Path, *, follow: bool = True) -> dict[str, Any]:
 
     loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
     try:
-        text = read_own(path, follow=follow, most=MOST_YAML_BYTES).decode()
+        text = read_own(path, follow=follow, most=MAX_YAML_BYTES).decode()
         aliases = sum(isinstance(e, yaml.AliasEvent) for e in yaml.parse(text, loader))
         if aliases > MAX_YAML_ALIASES:
             raise ValueError(f"it has {aliases} aliases, but may have {MAX_YAML_ALIASES}")
@@ -275,7 +275,7 @@ def code_digest(recipe: object) -> str:
     modules = [sys.modules.get(name) for name in (type(recipe).__module__, *names)]
     paths = {Path(getattr(module, "__file__", None) or "") for module in modules}
     for path in package.rglob("*.py"):
-        # another name is of a file that an editor, or a copy from macOS, leaves beside a module
+        # editors, and copies from macOS, leave files with other names beside a module
         is_module = path.stem.isidentifier()
         if is_module and path.relative_to(package).parts[0] not in ("recipes", "tools"):
             paths.add(path)
@@ -311,7 +311,7 @@ def flush_to_disk(path: Path) -> None:
 
 
 def discard(path: Path) -> None:
-    """Remove a file or folder with one of our temporary names; of a symlink only the link."""
+    """Remove a file or folder with one of our temporary names; for a symlink, only the link."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path, ignore_errors=True)
     else:

@@ -59,21 +59,20 @@ def read_manifest(folder: Path) -> Manifest:
     try:
         text = read_own(path, follow=True).decode()
         content: Manifest = json.loads(text)["manifest"]
-        is_intact = text == manifest_text(content)
+        if text != manifest_text(content):
+            raise ValueError
         version, step = content["format"], content["step"]
     except (ValueError, LookupError, TypeError, RecursionError):
         raise ValueError("manifest.json is damaged") from None
-    if not is_intact:
-        raise ValueError("manifest.json is damaged")
     if version != FORMAT:
         raise FormatError(
             f"{folder} was saved by another version of this project (format {version}, this code"
-            f" reads {FORMAT}): go on with that version, whose commit is in run.json, or start"
+            f" reads {FORMAT}): continue with that version, whose commit is in run.json, or start"
             " again with --resume never or another --run_name."
         )
-    is_right = type(step) is int and isinstance(content["files"], dict)
-    is_right &= isinstance(content["state"], dict) and content["state"].get("step") == step
-    if not (is_right and isinstance(content["resumed_from"], str | None)):
+    is_valid = type(step) is int and isinstance(content["files"], dict)
+    is_valid &= isinstance(content["state"], dict) and content["state"].get("step") == step
+    if not (is_valid and isinstance(content["resumed_from"], str | None)):
         raise ValueError("manifest.json is damaged")
     if step_of(folder) not in (-1, step):
         raise ValueError(f"its manifest.json has step {step}")
@@ -85,10 +84,10 @@ def find_damage(folder: Path, share: slice = slice(None)) -> str:
 
     Args:
         folder: the checkpoint.
-        share: of its files, those to read.
+        share: which of its files to read.
     """
 
-    def problem_of(name: str) -> str:
+    def check_file(name: str) -> str:
         with open_own(folder / name, follow=True) as file:
             digest = hashlib.file_digest(file, "sha256").hexdigest()  # type: ignore
         is_intact = digest == hashes[name]
@@ -97,16 +96,16 @@ def find_damage(folder: Path, share: slice = slice(None)) -> str:
     try:
         hashes = read_manifest(folder)["files"]
         with ThreadPoolExecutor(HASHING_THREADS) as pool:
-            return next(filter(None, pool.map(problem_of, sorted(hashes)[share])), "")
+            return next(filter(None, pool.map(check_file, sorted(hashes)[share])), "")
     except (ValueError, LookupError, TypeError, OSError) as error:
         return str(error)
 
 
 def try_saving(folder: Path) -> None:
-    """Do once in a folder what a save does there; a few milliseconds on a local disk.
+    """Try in a folder all that a save does there; takes a few milliseconds on a local disk.
 
     Raises:
-        ConfigError: an operation fails, so that no save could work.
+        ConfigError: an operation fails, so no save would work.
     """
     # names that a later start removes, if this one is killed here
     trial, renamed = folder / ".step_0.partial", folder / ".step_0.removed"
@@ -125,7 +124,7 @@ def try_saving(folder: Path) -> None:
 
 
 def complete(temporary: Path, folder: Path, manifest: Manifest) -> None:
-    """Complete a checkpoint whose files are on disk: only here it gets manifest and name."""
+    """Give a checkpoint whose files are on disk its manifest, and then its name."""
     write_atomically(temporary / "manifest.json", manifest_text(manifest))
     put_in_place(temporary, folder)
 
@@ -133,10 +132,10 @@ def complete(temporary: Path, folder: Path, manifest: Manifest) -> None:
 def put_in_place(temporary: Path, folder: Path) -> None:
     """Flush a folder whose files are on disk, and put it in place of the previous one."""
     flush_to_disk(temporary)
-    # an unused name: on NFS a file that somebody has open stays, and so does its folder
+    # an unused name: on NFS a removed file that is still open stays, and so does its folder
     before = unused_name(folder.with_name(f".{folder.name}"), "before")
     if folder.is_symlink() or folder.is_file():
-        os.replace(folder, unused_name(folder))  # not of this run
+        os.replace(folder, unused_name(folder))  # not made by a run
     elif folder.exists():
         os.replace(folder, before)
     os.replace(temporary, folder)

@@ -18,7 +18,7 @@ from typing import Any
 
 from .failures import Failure
 from .files import (
-    MOST_LINE_BYTES,
+    MAX_LINE_BYTES,
     from_object,
     is_like,
     is_number,
@@ -28,12 +28,22 @@ from .files import (
     write_atomically,
 )
 
-RUN_FORMAT = 1  # of a run folder, as run.json states it; docs/run-folder.md says what it means
+RUN_FORMAT = 1  # of a run folder, in run.json; docs/run-folder.md says what it means
+BLOCK_BYTES = 1 << 16  # of one read from the end of a file
+ENDED = ("finished", "preempted")  # the outcomes after which no step has to be done again
+NUMBER = (int, float)
+LINE_TYPES = {  # of the fields of a line in starts.jsonl
+    **dict.fromkeys(("event", "id"), str),
+    "time": NUMBER,
+    **dict.fromkeys(("first_step_time", "from_step", "step", "checkpoint"), (*NUMBER, NoneType)),
+    **dict.fromkeys(("outcome", "cause", "settings"), (str, NoneType)),
+    "micro_batch_size": (int, NoneType),
+}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Status:
-    """The content of status.json; a field of another type has its default."""
+    """The content of status.json; a field of another type gets its default."""
 
     outcome: str = ""
     step: int = 0
@@ -59,19 +69,19 @@ class Status:
 
     @property
     def is_damaged(self) -> bool:
-        """Return whether it is missing or damaged: each status has an outcome."""
+        """Return whether status.json is missing or damaged: each status has an outcome."""
         return not self.outcome
 
     @property
     def calendar(self) -> dict[str, float]:
-        """Return the goodput over the time since the first launch; {} where it is not known."""
-        found = (self.goodput or {}).get("calendar")
-        return found if isinstance(found, dict) else {}
+        """Return the goodput over the time since the first launch; {} if it is not known."""
+        goodput = (self.goodput or {}).get("calendar")
+        return goodput if isinstance(goodput, dict) else {}
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunInfo:
-    """The content of run.json; a field of another type has its default."""
+    """The content of run.json; a field of another type gets its default."""
 
     format: int = 0
     run: str = ""
@@ -94,12 +104,12 @@ class RunInfo:
 
     @property
     def is_damaged(self) -> bool:
-        """Return whether it is missing or damaged: each start writes its name."""
+        """Return whether run.json is missing or damaged: each start writes its token there."""
         return not self.launch
 
 
 def local_folder(path: str) -> Path:
-    """Return the folder that a command was given; of a URL, a copy of what is there."""
+    """Return the folder that a command was given; for a URL, a copy of what is there."""
     if "://" in path:  # of a mirror
         from .mirror.download import local_copy
 
@@ -138,7 +148,7 @@ def read_failures(paths: Iterable[Path]) -> list[Failure]:
 
 
 def lock_of(folder: Path) -> Path:
-    """Return the file that a launch locks: in the run folder, which may have several paths."""
+    """Return the file that a launch locks, in the run folder: that may have several paths."""
     return folder / ".lock"
 
 
@@ -152,7 +162,7 @@ def each_record(path: Path, kind: str = "") -> Iterator[dict[str, Any]]:
         kind: skip lines that do not contain this word, without parsing them; "" skips none.
     """
     with open_own(path) as file:
-        while line := file.readline(MOST_LINE_BYTES):
+        while line := file.readline(MAX_LINE_BYTES):
             if kind.encode() not in line:
                 continue
             record = parse_record(line)
@@ -170,13 +180,14 @@ def each_record_backward(path: Path) -> Iterator[tuple[int, bytes, dict[str, Any
         begin = size = file.seek(0, os.SEEK_END)
         rest = b""  # of a line that begins in the block before
         while begin:
-            begin = max(0, (end := begin) - max(BLOCK_BYTES, len(rest)))  # twice as much each time
+            # a line longer than a block is read in blocks that double
+            begin = max(0, (end := begin) - max(BLOCK_BYTES, len(rest)))
             file.seek(begin)
             rest, *lines = (file.read(end - begin) + rest).splitlines(keepends=True) or [b""]
             if not begin:
                 rest, lines = b"", [rest, *lines]
-            if len(rest) > MOST_LINE_BYTES:
-                begin, rest, lines = 0, b"", [b""]  # damaged, as is what comes before
+            if len(rest) > MAX_LINE_BYTES:
+                begin, rest, lines = 0, b"", [b""]  # damaged; what is before it is not read
             at = begin + len(rest) + sum(map(len, lines))
             for line in reversed(lines):
                 at -= len(line)
@@ -187,7 +198,7 @@ def each_record_backward(path: Path) -> Iterator[tuple[int, bytes, dict[str, Any
 
 
 def parse_record(line: bytes) -> dict[str, Any]:
-    """Return the record in a line; {} if it holds none."""
+    """Return the record in a line; {} if there is none."""
     try:
         record = json.loads(line.decode())
     except (ValueError, RecursionError):
@@ -197,18 +208,18 @@ def parse_record(line: bytes) -> dict[str, Any]:
 
 
 def flat(settings: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Return settings by dotted name, those of the recipe as they are typed: recipe.width."""
-    found: dict[str, Any] = {}
+    """Return settings by dotted name, those of the recipe as on the command line: recipe.width."""
+    named: dict[str, Any] = {}
     for key, value in settings.items():
         name = f"{prefix}{key}"  # an untrusted key may be a number
         name = "recipe" if name == "recipe.init_args" else name
         if name == "recipe.class_path":
-            found["recipe"] = value
+            named["recipe"] = value
         elif isinstance(value, dict) and value:
-            found |= flat(value, f"{name}.")
+            named |= flat(value, f"{name}.")
         elif value != {} or name != "recipe":  # a recipe without arguments
-            found[name] = value
-    return found
+            named[name] = value
+    return named
 
 
 def kind_of(record: dict[str, Any]) -> str:
@@ -216,44 +227,29 @@ def kind_of(record: dict[str, Any]) -> str:
     return str(record.get("kind"))
 
 
-STEP_FOLDER = re.compile(r"step_(\d{8,})")
-
-
 def step_of(folder: Path) -> int:
     """Return the step in a checkpoint's name; -1 for another name."""
-    match = STEP_FOLDER.fullmatch(folder.name)
+    match = re.fullmatch(r"step_(\d{8,})", folder.name)
     return int(match[1]) if match else -1
 
 
 def checkpoints(run_folder: Path) -> list[Path]:
     """Return the complete checkpoints of a run, oldest first, including damaged ones."""
-    found = [p.parent for p in run_folder.glob("checkpoints/step_*/manifest.json")]
-    return sorted((p for p in found if step_of(p) >= 0), key=step_of)
-
-
-NUMBER = (int, float)
-LINE = {  # the types of fields of a line in starts.jsonl
-    **dict.fromkeys(("event", "id"), str),
-    "time": NUMBER,
-    **dict.fromkeys(("first_step_time", "from_step", "step", "checkpoint"), (*NUMBER, NoneType)),
-    **dict.fromkeys(("outcome", "cause", "settings"), (str, NoneType)),
-    "micro_batch_size": (int, NoneType),
-}
-BLOCK_BYTES = 1 << 16  # of one read from the end of a file
-ENDED = ("finished", "preempted")  # with nothing to do again
+    folders = [p.parent for p in run_folder.glob("checkpoints/step_*/manifest.json")]
+    return sorted((p for p in folders if step_of(p) >= 0), key=step_of)
 
 
 def read_errors(folder: Path, launch: str) -> list[Failure]:
     """Read the error files of a launch (its token) from a run folder."""
     paths = (folder / "errors").glob("*_rank_*_step_*.json")
-    return [one for one in read_failures(paths) if one.launch == launch]
+    return [failure for failure in read_failures(paths) if failure.launch == launch]
 
 
 def is_locked(folder: Path) -> bool | None:
-    """Return whether a launch holds the lock on a run folder; None where that cannot be found out.
+    """Return whether a launch holds the lock on a run folder; None if that cannot be found out.
 
-    The kernel is asked (F_GETLK), so no lock is taken. Not for the process that holds the lock:
-    closing the file would release it.
+    The kernel is asked (F_GETLK), so no lock is taken. The process that holds the lock must not
+    call this: closing the file releases the lock.
     """
     if sys.platform != "linux":
         return None
@@ -274,15 +270,15 @@ def newest_checkpoint(folder: Path) -> int | None:
 
 
 def lines(folder: Path) -> list[dict[str, Any]]:
-    """Return the lines of starts.jsonl, without damaged ones; [] where no launcher wrote any."""
-    found = []
+    """Return the lines of starts.jsonl, without damaged ones; [] if no launcher wrote any."""
+    intact = []
     with suppress(OSError):
         for text in read_own(folder / "starts.jsonl").splitlines():
             with suppress(ValueError, LookupError, TypeError):
                 line = json.loads(text)
-                if is_like(dict.fromkeys(LINE) | line, LINE):
-                    found.append(line)
-    return found
+                if is_like(dict.fromkeys(LINE_TYPES) | line, LINE_TYPES):
+                    intact.append(line)
+    return intact
 
 
 def last_record(folder: Path) -> dict[str, Any]:
@@ -305,14 +301,14 @@ def records(folder: Path, kind: str = "") -> Iterator[dict[str, Any]]:
 def each_start(folder: Path) -> list[dict[str, Any]]:
     """Return the starts in starts.jsonl by time, each with the fields of both of its lines.
 
-    "began" and "checkpoint_before" are of the first; "time" is when it ended, None for one that
-    is under way or whose launcher was killed.
+    "began" and "checkpoint_before" are from the first; "time" is when the start ended, None for one
+    that is under way or whose launcher was killed.
     """
-    found: dict[str, dict[str, Any]] = {}
+    starts: dict[str, dict[str, Any]] = {}
     for line in lines(folder):
         if line["event"] == "start":
             before = {"began": line["time"], "checkpoint_before": line.get("checkpoint")}
-            found[line["id"]] = line | before | {"time": None, "first_step_time": None}
-        elif line["id"] in found:
-            found[line["id"]] |= line
-    return sorted(found.values(), key=lambda start: start["began"])
+            starts[line["id"]] = line | before | {"time": None, "first_step_time": None}
+        elif line["id"] in starts:
+            starts[line["id"]] |= line
+    return sorted(starts.values(), key=lambda start: start["began"])

@@ -37,10 +37,10 @@ from .run_files import Status
 from .safety.redaction import MASK, is_secret, mask
 
 logger = logging.getLogger(__name__)
-MOST_ERRORS = 1000  # error files that a start leaves in errors/, or two for each rank
+MAX_ERRORS = 1000  # error files that a start keeps in errors/, or two per rank if that is more
 FINISHED_BEFORE = (
-    "already finished, so nothing is trained; --resume never trains it again and keeps this run"
-    " aside, --run_name trains another run"
+    "already finished, so nothing is trained; use --resume never to move this run aside and train"
+    " it again, or --run_name to train another run"
 )
 
 
@@ -58,22 +58,21 @@ class Run:
         self.total_steps = 0  # until the data is known
         self.step = 0  # steps done, for failure reports
         self.progress_time: float | None = None  # of the last progress
+        self.is_stepping = False  # whether that was a step, so that the next one is due soon
         self.is_loss_a_sum = True  # over micro-batches, as far as checks/recipe.py knows
-        self.is_stepping = False  # that was a step, so that the next one is due soon
         self.first_step_time: float | None = None  # when the first step of this start ended
-        self.from_step: int | None = None  # the steps done before it
+        self.from_step: int | None = None  # the steps done before that one
         self.id = uuid.uuid4().hex[:8]  # of the run, for trackers; set by its first launch
-        self.token = (
-            ""  # of this attempt of a launch, set by begin() or sees(); "launch" in run.json
-        )
+        # of this attempt of a launch, set by begin() or sees(); "launch" in run.json
+        self.token = ""
         self.hosts: list[str] = []  # by rank
-        self.is_shared = True  # by all nodes; else each of them has a folder of its own
+        self.is_shared = True  # by all nodes; if not, each has a folder of its own
         self.provenance = Origin()  # of this launch, on rank 0
         self.numerics: dict[str, Any] = {}  # of this launch, see accelerator.numerics
-        self.notes: list[dict[str, Any]] = []  # records that are to be written to metrics.jsonl
+        self.notes: list[dict[str, Any]] = []  # records to be written to metrics.jsonl
         self.began = time.monotonic()
         self.warned_before = WARNED.count  # in an earlier run of this process
-        self.paused_seconds = 0.0  # for evaluations and saves, since then
+        self.paused_seconds = 0.0  # in evaluations and saves of this start
         self.lengths: dict[str, int] = {}  # of the datasets
         self.trackers: dict[str, str] = {}  # where each shows the run
         self.lock: IO[bytes] | None = None
@@ -98,13 +97,12 @@ class Run:
         patience: int | None = None,
         failure: Failure | None = None,
     ) -> None:
-        """Record the outcome; written by rank 0, or by a failing rank.
+        """Record the outcome; called by rank 0, or by a failing rank.
 
-        Not once another launch has begun the run.
+        Nothing is written once another launch has begun the run.
         """
         if not self.is_current:
             return
-        warned = WARNED.count - self.warned_before
         status = Status(
             outcome=outcome,
             step=self.step if failure is None else failure.step or 0,
@@ -116,7 +114,7 @@ class Run:
             seconds=round(time.monotonic() - self.began, 1),
             paused_seconds=round(self.paused_seconds, 3),
             trackers=dict(self.trackers),  # a copy: a late tracker may add one
-            warnings=self.status().warnings if self.rank else warned,
+            warnings=self.status().warnings if self.rank else WARNED.count - self.warned_before,
             note=note,
             result=None if result is None else files.finite(result),
             patience=patience,
@@ -147,9 +145,9 @@ class Run:
             self.write_status("failed", reason_in_status(failure), failure=failure)
 
     def record_error(self, failure: Failure) -> Failure:
-        """Write an error file of this rank into errors/; return what it has.
+        """Write an error file of this rank into errors/; return its content.
 
-        Not if it was refused before the run began: the folder may be that of another one.
+        A start that is refused before the run begins writes none: the folder may be another run's.
         """
         progress = {"step": self.step, "progress_time": self.progress_time}
         failure = replace(failure, rank=self.rank, launch=self.token, **progress)
@@ -163,7 +161,7 @@ class Run:
 
     @property
     def finished(self) -> bool:
-        """Return whether the run has finished; more steps or a greater patience extend it."""
+        """Return whether the run has finished; more steps or more patience extend it."""
         status, patience = self.status(), self.config.evaluation.patience
         if status.outcome != "finished" or status.result is None:
             return False
@@ -174,7 +172,7 @@ class Run:
 
     @property
     def is_current(self) -> bool:
-        """Return whether no other launch has begun this run since, as far as is known."""
+        """Return whether no other launch has begun this run since, as far as this rank knows."""
         self.status()  # makes a network file system refresh its cache
         return self.token in ("", run_files.read_info(self.folder).launch or self.token)
 
@@ -185,8 +183,8 @@ class Run:
             The token of this launch.
 
         Raises:
-            ConfigError: the folder is no longer this launch's, or holds another format, or no save
-                would work in it.
+            ConfigError: the folder is no longer this launch's, has another format, or would not
+                take a save.
         """
         self.check_lock()
         starts_over = starts_over_now(self.config)
@@ -199,7 +197,7 @@ class Run:
                     manifests.try_saving(folder)
             if starts_over:
                 self._start_over()
-            failures.remove_old_errors(self.folder, max(MOST_ERRORS, 2 * len(self.hosts)))
+            failures.remove_old_errors(self.folder, max(MAX_ERRORS, 2 * len(self.hosts)))
             files.write_atomically(self.folder / "config.yaml", to_yaml(self.config))
             self.write_status("running")
             self.token = os.environ.get(START) or uuid.uuid4().hex
@@ -236,9 +234,10 @@ class Run:
 
         A network file system has 20 seconds to show it.
         """
-        self.token, seconds = token, 20.0
-        if self.rank and self.config.checkpoints.mirror:  # else it would release the lock
-            # where there are locks, rank 0 has locked a folder on another disk
+        self.token = token
+        seconds = 20.0
+        if self.rank and self.config.checkpoints.mirror:  # on rank 0, is_locked frees the lock
+            # rank 0 has locked its folder, where locks work: one without is on another disk
             seconds = 1.0 if run_files.is_locked(self.folder) is False else 20.0  # with a mirror
         return files.wait_until(lambda: run_files.read_info(self.folder).launch == token, seconds)
 
@@ -273,13 +272,13 @@ class Run:
         return lock
 
     def check_lock(self) -> None:
-        """Refuse to go on where this launch has lost the run folder.
+        """Refuse to continue if this launch has lost the run folder.
 
-        It has been moved or removed, which took the lock along, or there are no locks, and another
-        launch has begun the run.
+        Either the folder was moved or removed, and the lock with it, or there are no locks and
+        another launch has begun the run.
 
         Raises:
-            TransientError: another launch may have made the folder that is there now.
+            TransientError: it has; the folder that is there now may be another launch's.
         """
         try:
             path = run_files.lock_of(self.folder)
@@ -299,27 +298,28 @@ class Run:
             )
 
     def _start_over(self) -> None:
-        """Move what is in the folder aside, but for the lock and the logs of this launch.
+        """Move what is in the folder aside, except the lock and the logs of this launch.
 
-        First the outcome, then the records, which a start without these checkpoints would drop,
-        then what a start would continue, so that no kill leaves a part of a run that seems whole.
-        Last run.json, by which the next attempt of this launch knows that it has not been done.
+        In this order, no kill leaves part of a run that looks whole: the outcome, the records,
+        which a start without these checkpoints would drop, then what a start would continue. While
+        run.json, the last, is there, the next attempt of this launch knows that it has to move the
+        rest.
         """
         names = {*os.listdir(self.folder)} - {"logs", ".lock"}
-        if names <= {"config.yaml", "status.json"}:  # all that begin() had written when killed
+        if names <= {"config.yaml", "status.json"}:  # an earlier begin() was killed after these
             return
         aside = files.unused_name(self.folder.resolve())  # on the same disk
         aside.mkdir()
         first = ["status.json", "metrics.jsonl", "checkpoints", "export"]
-        last = sorted(names - {*first, "run.json"})
-        for name in [name for name in (*first, *last, "run.json") if name in names]:
+        others = sorted(names - {*first, "run.json"})
+        for name in [name for name in (*first, *others, "run.json") if name in names]:
             os.rename(self.folder / name, aside / name)
 
 
 def starts_over_now(config: Config) -> bool:
-    """Return whether --resume never is to move the run aside that is in the folder now.
+    """Return whether --resume never has to move aside the run that is in the folder now.
 
-    Not if an earlier attempt of this launch, or of this Slurm job, has begun that run.
+    It does not if an earlier attempt of this launch, or of this Slurm job, began that run.
     """
     begun_by, now = run_files.read_info(config.folder).begun_by or {}, attempts()
     is_later = any(begun_by[name] < now[name] for name in begun_by.keys() & now.keys())
@@ -327,10 +327,10 @@ def starts_over_now(config: Config) -> bool:
 
 
 def refuse_other_settings(config: Config) -> None:
-    """Refuse a run folder with other settings of the training curve than the config's.
+    """Refuse a run folder whose settings of the training curve differ from the config's.
 
-    A saved setting that no class reads any more is passed over if it could change between starts,
-    or had its default.
+    A saved setting that no class has any more is ignored if it could change between starts, or had
+    its default.
     """
     path = config.folder / "config.yaml"
     is_begun = run_files.checkpoints(config.folder) or (config.folder / "export").exists()
@@ -340,7 +340,7 @@ def refuse_other_settings(config: Config) -> None:
     now = fixed_settings(config)
     used = run_files.read_info(config.folder).fixed_settings
     if used is not None:
-        # a setting that no class has any more: its room was deleted, or its recipe has changed
+        # no class has such a setting any more: its room was deleted, or its recipe has changed
         for name in before.keys() - now.keys():
             if not any(f"{other}.".startswith(f"{name}.") for other in used):
                 del before[name]
@@ -363,7 +363,7 @@ def refuse_other_format(folder: Path) -> None:
             manifests.read_manifest(newest)
         except files.FormatError:
             raise
-        except (ValueError, OSError):  # resuming.choose passes over what is damaged
+        except (ValueError, OSError):  # resuming.choose skips a damaged one
             continue
 
 
@@ -372,11 +372,11 @@ def _masked(name: str, settings: dict[str, Any]) -> str:
 
 
 def not_shared(folder: Path, hosts: str, writer: str) -> str:
-    """Return the message about hosts that do not see the folder into which rank 0 wrote.
+    """Return the message for hosts that do not see the folder into which rank 0 wrote.
 
     Args:
         folder: as every process names it.
-        hosts: without the files of rank 0.
+        hosts: those that lack the files of rank 0.
         writer: the host of rank 0.
     """
     return (
@@ -399,7 +399,7 @@ def failures_recorded(run: Run) -> Iterator[None]:
             )
         failure = failures.record_of(error)
         if run.step and failure.cause == "exception":
-            # what has worked for some steps, in an earlier start too, may work again
+            # what worked for some steps, even in an earlier start, may work again
             failure = replace(failure, exit_code=1)
         failure = run.record_error(failure)
         setattr(error, "failure", failure)  # noqa: B010 - see failures.report_once
@@ -408,7 +408,7 @@ def failures_recorded(run: Run) -> Iterator[None]:
 
 
 def ignore_ended_workers() -> None:
-    """Take torch's SIGCHLD handler out, which raises for each loader worker that has died.
+    """Remove torch's SIGCHLD handler, which raises for each loader worker that has died.
 
     The signal often comes after the queue has failed: the handler would raise in the middle of the
     report, and the record of why the run failed would be lost.
@@ -418,5 +418,5 @@ def ignore_ended_workers() -> None:
             if threading.current_thread() is threading.main_thread():
                 signal.signal(signal.SIGCHLD, signal.SIG_DFL)
             return
-        except RuntimeError:  # by that handler: the signal came just now
+        except RuntimeError:  # from that handler: the signal came just now
             continue

@@ -25,26 +25,26 @@ from .safety.trust import read_config
 
 @contextmanager
 def errors_as_sentences() -> Iterator[None]:
-    """Turn what a recipe raises on an input or on untrusted files into a sentence and a place."""
+    """Turn an error of a recipe on an input or untrusted files into a sentence and a place."""
     try:
         yield
     except ConfigError:
         raise
     except (OSError, ValueError, TypeError, LookupError, AttributeError) as error:
         frames = frames_of(error)
-        at = own_frame(frames) or frames[-1]
-        raise ConfigError(f"{error} ({at.file}, line {at.line})") from error
+        frame = own_frame(frames) or frames[-1]
+        raise ConfigError(f"{error} ({frame.file}, line {frame.line})") from error
 
 
 def load(
     folder: Path, trusted: Iterable[str] = (), given: Path | None = None
 ) -> tuple[Config, dict[str, Any], nn.Module]:
-    """Build the model of an export and load its weights, every key of them.
+    """Build the model of an export and load all of its weights.
 
     Args:
         folder: the export.
         trusted: class paths that may be imported besides this project's own (safety/trust.py).
-        given: the folder as named on the command line.
+        given: the folder as it was given on the command line.
 
     Raises:
         ConfigError: the folder is not an export, names a class that is not trusted, or its weights
@@ -52,8 +52,8 @@ def load(
     """
     if not is_export(folder) and (folder / "manifest.json").is_file():
         raise ConfigError(
-            f"{folder} is a checkpoint, and a prediction needs an export, which a run writes at its"
-            " end (with evaluation.best_metric at each best evaluation, too). Continue the run, or"
+            f"{folder} is a checkpoint, but a prediction needs an export, which a run writes at its"
+            " end (with evaluation.best_metric also at each best evaluation). Continue the run, or"
             " evaluate the checkpoint."
         )
     for name in ("config.yaml", "data_info.json"):
@@ -77,9 +77,9 @@ def load_model(folder: Path, config: Config, data_info: dict[str, Any]) -> nn.Mo
         ConfigError: the weights are missing, damaged, or do not fit the model; the recipe's `load`
             raises errors of its own.
     """
-    if load_of := optional(config.recipe, "load"):
+    if recipe_load := optional(config.recipe, "load"):
         contract.seed_model(config.seed)
-        loaded: nn.Module = load_of(data_info, folder)
+        loaded: nn.Module = recipe_load(data_info, folder)
         contract.check_model(config.recipe, "load", loaded)
         return loaded
     model = contract.build_model(config, data_info)
@@ -87,8 +87,8 @@ def load_model(folder: Path, config: Config, data_info: dict[str, Any]) -> nn.Mo
     return model
 
 
-def step_of_weights(folder: Path) -> int:
-    """Return the steps that an export or a checkpoint was trained for; 0 where it does not say."""
+def trained_steps(folder: Path) -> int:
+    """Return for how many steps an export or a checkpoint was trained; 0 if it does not say."""
     step = read_json(folder / "step.json", follow=True).get("step")
     return max(0, step if isinstance(step, int) else step_of(folder))
 
@@ -110,12 +110,12 @@ def refuse_trained_view(folder: Path) -> None:
 
 
 def weights_folder(folder: Path) -> Path:
-    """Return the weights that a path means: for a run best/, export/ or the newest checkpoint."""
+    """Return the folder of weights for a path: for a run best/, export/ or its last checkpoint."""
     for candidate in (folder, folder / "best", folder / "export"):
         if is_export(candidate) or (candidate / "manifest.json").is_file():
             return candidate
-    if found := checkpoints(folder):
-        return found[-1]
+    if saved := checkpoints(folder):
+        return saved[-1]
     if not folder.exists():
         raise ConfigError(f"there is no folder {folder}.")
     raise ConfigError(
@@ -131,12 +131,12 @@ def is_export(folder: Path) -> bool:
 def config_beside(folder: Path, trusted: Iterable[str] = (), given: Path | None = None) -> Config:
     """Return the config for evaluating an export, or a checkpoint of a run.
 
-    The locks of prepare_data lie beside the run, or in this user's temporary folder.
+    The locks of prepare_data are beside the run, or in this user's temporary folder.
 
     Args:
         folder: the export or checkpoint.
         trusted: class paths that may be imported besides this project's own (safety/trust.py).
-        given: the folder as named on the command line.
+        given: the folder as it was given on the command line.
     """
     run = Path(run_folder(str(folder)))
     for candidate in (folder, run):

@@ -1,4 +1,4 @@
-"""Durations, numbers, plurals and frames as text; what is printed."""
+"""Format durations, numbers, plurals and paths as text; print text without control characters."""
 
 import io
 import os
@@ -40,19 +40,19 @@ def format_seconds(seconds: float) -> str:
 
 
 def format_metric(value: float | None) -> str:
-    """Format a metric: four decimals, or none where it is large."""
+    """Format a metric: four decimals, or none from 100 on."""
     if value is None:
         return "not a number"
     return f"{value:.4f}" if abs(value) < 100 else f"{value:.0f}"
 
 
 def shortened(text: str, length: int) -> str:
-    """Return at most so many characters of a text; what is cut off is marked by "..."."""
+    """Return a text, cut to at most `length` characters, of which "..." marks the cut."""
     return text if len(text) <= length else f"{text[: length - 3]}..."
 
 
 def rendered(answer: Any) -> str:
-    """Return a text, or a table or another renderable of rich as one."""
+    """Return an answer as text: it is one, or a table or another renderable of rich."""
     if isinstance(answer, str):
         return answer
     from rich.console import Console
@@ -66,7 +66,7 @@ WIDTH = 80  # of the rule above a block
 
 
 def rows(pairs: list[tuple[str, str]]) -> list[str]:
-    """Return names and values in two columns, without those that are empty."""
+    """Return names and values in two columns, without empty values."""
     return [f"  {name:8} {value}" for name, value in pairs if value]
 
 
@@ -76,5 +76,5 @@ def print_block(title: str, lines: list[str], *, to: Any = None) -> None:
 
 
 def command_line(name: str, folder: Path) -> str:
-    """Return what one types for a command on a run."""
+    """Return the command line of a command on a run."""
     return f"python -m {PACKAGE} {name} {shlex.quote(str(folder))}"

@@ -3,11 +3,11 @@
     export/
       model.safetensors        with the keys of the plain module, without wrappers
       config.yaml              of the run
-      data_info.json           what the recipe's prepare_data has returned
+      data_info.json           what the recipe's prepare_data returned
       step.json                the step of the weights, and where they come from
-      README.md                the model card; in export/ alone
+      README.md                the model card; in export/ only
 
-A recipe may write other files than model.safetensors, see recipe.py. weights.py reads exports.
+A recipe may write other files than model.safetensors (recipe.py). weights.py reads exports.
 """
 
 import json
@@ -23,7 +23,7 @@ from ..model_card import write_model_card
 from ..recipe import optional
 from ..run_folder import Run
 from .saving import Checkpoints, Read
-from .shards import checked, in_file_order, is_sharded, model_tensors, save_tensors
+from .shards import in_file_order, is_sharded, model_tensors, require_finite, save_tensors
 
 
 def export(
@@ -35,37 +35,37 @@ def export(
 ) -> None:
     """Replace export/ or best/. Called by every rank; rank 0 writes.
 
-    A tensor at a time is read from the files of a checkpoint (Checkpoints.replace_export), best/
-    beside training. But where the recipe's `export` names no tensors it writes all by itself,
-    before this returns: it may read the model, which training changes, and draw random numbers. Of
-    a sharded model it gets a whole one.
+    The tensors are read one at a time from the files of a checkpoint (Checkpoints.replace_export),
+    for best/ while training goes on. But a recipe's `export` that names no tensors writes all files
+    itself, before this returns: it may read the model, which training changes, and draw random
+    numbers. If the model is sharded, it gets a copy that is not.
 
     Args:
         run: the run folder.
         data_info: from the recipe's prepare_data.
         model: with the EMA swapped in, if there is one.
-        checkpoints: of the run.
+        checkpoints: those of the run.
         name: export or best.
 
     Raises:
-        ValueError: a value is not finite; for best/ at the next save.
+        ValueError: a value is not finite; for best/ raised at the next save.
     """
     recipe = run.config.recipe
     state = model_tensors(model)
-    own = optional(recipe, "export")
-    chosen = own(model, data_info, state, None) if own else ("model", state)
+    recipe_export = optional(recipe, "export")
+    chosen = recipe_export(model, data_info, state, None) if recipe_export else ("model", state)
     stem, weights = chosen or ("model", state)
-    weights = dict(sorted(weights.items()))  # in one order on all ranks
+    weights = dict(sorted(weights.items()))  # in the same order on all ranks
     needs_whole = not chosen and is_sharded(model)
     if not chosen and not needs_whole:
         weights = {}
 
     def fill(folder: Path) -> None:
-        if not weights:  # others were looked at when they were written as shards
+        if not weights:  # others are checked when they are written as shards
             for key, tensor in state.items():
-                checked(key, tensor)
-        if own and not needs_whole:
-            own(model, data_info, state, folder)
+                require_finite(key, tensor)
+        if recipe_export and not needs_whole:
+            recipe_export(model, data_info, state, folder)
         (folder / "config.yaml").write_text(to_yaml(run.config), encoding="utf-8")
         (folder / "data_info.json").write_text(json.dumps(data_info))
         about: dict[str, Any] = {"step": run.step}
@@ -76,7 +76,7 @@ def export(
 
     def write(folder: Path, read: Read) -> None:
         def value(key: str) -> Tensor:
-            tensor = weights[key]  # an empty one has no shard
+            tensor = weights[key]  # an empty tensor has no shard
             return read(key) if tensor.numel() else torch.empty(tensor.shape, dtype=tensor.dtype)
 
         if not needs_whole:
@@ -88,7 +88,7 @@ def export(
         whole = model_tensors(plain)
         for key, tensor in whole.items():
             tensor.copy_(value(key))
-        own(plain, data_info, whole, folder)
+        recipe_export(plain, data_info, whole, folder)
 
     keys = {id(tensor): key for key, tensor in state.items()}
     saved_names = {key: keys.get(id(tensor)) for key, tensor in weights.items()}
@@ -99,7 +99,7 @@ def export(
 
 
 def _aliases(saved_names: dict[str, str | None], first_names: dict[str, str]) -> dict[str, str]:
-    """Return which exported tensors are tied to another one, that of the model's first name."""
+    """Return the keys of tied tensors, each with the key under which the tensor is written."""
     keys = {name: key for key, name in saved_names.items() if name}
-    found = {key: keys.get(first_names.get(name, name), key) for name, key in keys.items()}
-    return {key: first for key, first in found.items() if key != first}
+    first_keys = {key: keys.get(first_names.get(name, name), key) for name, key in keys.items()}
+    return {key: first for key, first in first_keys.items() if key != first}

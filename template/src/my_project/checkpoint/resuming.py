@@ -1,6 +1,6 @@
 """Choose the checkpoint to continue from, and move or remove others. saving.py loads it.
 
-With --resume never, Run.begin has moved the checkpoints of the run aside before.
+With --resume never, Run.begin has already moved the checkpoints of the run aside.
 """
 
 import errno
@@ -28,13 +28,15 @@ logger = logging.getLogger(__name__)
 def choose(accelerator: Accelerator, run: Run) -> Path | None:
     """Return the checkpoint to continue from; None to start from step 0. Called by every rank.
 
-    The newest intact one of the run; where it has not begun at the path given by --resume, that.
+    This is the newest intact checkpoint of the run. With --resume <path> it is the newest one whose
+    run began at that path, or else the checkpoint at the path.
 
     Raises:
         ConfigError: the checkpoint at the path is damaged.
     """
-    candidates, chosen = on_main_then_broadcast(accelerator, lambda: _candidates(run)), None
-    candidates = in_every_folder(accelerator, run, candidates)  # which a mirror has filled
+    chosen = None
+    candidates = on_main_then_broadcast(accelerator, lambda: _candidates(run))
+    candidates = in_every_folder(accelerator, run, candidates)  # a mirror has filled the folders
     for folder in candidates:
         problem = find_damage_together(accelerator, folder, is_shared=run.is_shared)
         if not problem:
@@ -57,7 +59,7 @@ def choose(accelerator: Accelerator, run: Run) -> Path | None:
 
 
 def _candidates(run: Run) -> list[Path]:
-    """Return the checkpoints to try, the best first. Called by rank 0."""
+    """Return the checkpoints to try, in this order. Called by rank 0."""
     clean_up(run.folder)
     folders = (run.folder / "checkpoints").glob("step_*")
     own = sorted((p for p in folders if step_of(p) >= 0), key=step_of, reverse=True)
@@ -76,12 +78,12 @@ def _began_at(folder: Path, given: str) -> bool:
 
 
 def find_damage_together(accelerator: Accelerator, folder: Path, *, is_shared: bool = True) -> str:
-    """Return what is wrong with a checkpoint, or "", on every rank, each of which reads a share.
+    """Return what is wrong with a checkpoint, or "". Called by every rank; each reads a share.
 
     Args:
-        accelerator: of this process.
+        accelerator: this process's Accelerator.
         folder: the checkpoint.
-        is_shared: by all nodes; else each node has its own, and reads all of it.
+        is_shared: whether all nodes share the folder; if not, each node reads all of its own.
     """
     share = slice(accelerator.process_index, None, accelerator.num_processes)
     if not is_shared:
@@ -98,7 +100,7 @@ def refuse_damaged(folder: Path, problem: str) -> None:
 
 
 def clean_up(run_folder: Path) -> None:
-    """Remove what a killed save has left. Called by rank 0, before anything is saved."""
+    """Remove what a killed save left behind. Called by rank 0, before anything is saved."""
     for name in ("export", "best"):
         for before in sorted(run_folder.glob(f".{name}.before-*"), reverse=True):
             if os.path.lexists(run_folder / name):
@@ -112,7 +114,7 @@ def clean_up(run_folder: Path) -> None:
 
 
 def move_newer_aside(run: Run, step: int) -> None:
-    """Move checkpoints newer than this step, damaged or of another branch of the run, aside."""
+    """Move aside newer checkpoints, which are damaged or from another branch of the run."""
     for folder in (run.folder / "checkpoints").glob("step_*"):
         if step_of(folder) > step:
             aside = unused_name(folder)
@@ -129,9 +131,9 @@ def kept_steps(
 
     Args:
         steps: of checkpoints.
-        settings: say which.
+        settings: the rules.
         state: of the newest checkpoint.
-        keep: in place of settings.keep.
+        keep: the number of newest ones, in place of settings.keep.
     """
     steps = sorted(steps)
     newest, every = steps[-(keep or settings.keep) :], settings.keep_every_steps
@@ -145,17 +147,18 @@ def kept_steps(
 def remove(folder: Path) -> None:
     """Remove a checkpoint; it is kept if it holds foreign files."""
     try:
-        own = read_manifest(folder)["files"].keys() | {"manifest.json"}
+        listed = read_manifest(folder)["files"].keys() | {"manifest.json"}
     except ValueError:
         return
     names = {path.name for path in folder.iterdir()}
-    if all(name in own or name.startswith(".manifest.json.") for name in names):
+    if all(name in listed or name.startswith(".manifest.json.") for name in names):
         # Renamed first: a kill while files are removed must not leave a partial checkpoint.
         removed = folder.with_name(f".{folder.name}.removed")
         discard(removed)
         try:
             os.replace(folder, removed)
         except OSError as error:
+            # another host has one of its files open: a later save removes it
             if error.errno not in (errno.EBUSY, errno.ENOTEMPTY):
-                raise  # else somebody reads it on another host: at a later save
+                raise
         discard(removed)

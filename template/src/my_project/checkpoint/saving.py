@@ -57,10 +57,9 @@ from .shards import (
 )
 
 logger = logging.getLogger(__name__)
-# of the thread that saves, not of the process: training takes the cores first
-NICENESS = 10
-FIRST_SAVES = 3  # a start ends when its first saves have all failed, before it loses more steps
-END_SECONDS = 20  # waited for other ranks when a save has failed, or one of them is gone
+NICENESS = 10  # of the thread that saves, not of the process: training gets the cores first
+FIRST_SAVES = 3  # a start ends if its first saves all fail, before it loses more steps
+END_SECONDS = 20  # how long other ranks are waited for once a save has failed or a rank is gone
 
 Read = Callable[[str], Tensor]  # reads a tensor by its name
 
@@ -88,18 +87,17 @@ class Checkpoints:
         self.scaler = scaler
         self.ema = ema
         self.names = {id(p): plain_name(name) for name, p in model.named_parameters()}
-        # a tied weight has several names, of which files have the first
+        # a tied weight has several names; files have the first
         every_name = model.named_parameters(remove_duplicate=False)
         self.first_names = {plain_name(name): self.names[id(p)] for name, p in every_name}
         self.aliases = {name: first for name, first in self.first_names.items() if name != first}
         self.writers = len(run.hosts) if is_sharded(model) else 1  # ranks that write files
-        self.failures: dict[str, Exception] = {}  # of what could not be written the last time
-        self.note = ""  # for the end of the run: the newest failure, though made good since
+        self.failures: dict[str, Exception] = {}  # by kind of job: why the last one failed
+        self.note = ""  # the newest failure, for the end of the run, even if a later save succeeded
         self.mirror: Any = None  # mirror.Mirror, if the run has one
-        self._first_failed = 0.0  # saves of this start, before one has succeeded
-        self._seconds_between = 60 * run.config.checkpoints.minutes
+        self._first_failed = 0.0  # failed saves of this start; -inf once one has succeeded
         self._saved_at = time.monotonic()
-        self._saved_step = -1  # of the checkpoint that holds the current weights
+        self._saved_step = -1  # the step of the last save or load: its checkpoint has the weights
         self._buffers: dict[str, Tensor] = {}
         self._optimizer_numbers: dict[str, float] = {}
         self._has_lost_contact = threading.Event()
@@ -120,15 +118,15 @@ class Checkpoints:
 
     @property
     def is_due_by_time(self) -> bool:
-        """Return whether the last save is too long ago; only the clock of rank 0 is asked."""
-        since = time.monotonic() - self._saved_at
-        return self.rank == 0 and 0 < self._seconds_between < since
+        """Return whether checkpoints.minutes have passed since the last save, by rank 0's clock."""
+        seconds = time.monotonic() - self._saved_at
+        return self.rank == 0 and 0 < 60 * self.config.checkpoints.minutes < seconds
 
     def check_optimizer(self) -> None:
         """Refuse an optimizer that cannot be resumed. Called after the first two steps of a start.
 
         Raises:
-            ConfigError: names what no checkpoint can hold, or a number that it keeps elsewhere.
+            ConfigError: a checkpoint cannot hold its state, or it counts outside its state.
         """
         optimizer_state(self.optimizer, self.names)
         before = self._optimizer_numbers
@@ -154,17 +152,17 @@ class Checkpoints:
             return
         settings, slots = optimizer_state(self.optimizer, self.names)
         if has_two_views(self.optimizer):
-            settings["has_two_views"] = True  # for what would evaluate or export these weights
+            settings["has_two_views"] = True  # so that nothing evaluates or exports these weights
         kinds = {"model": self._weights(), "optimizer": slots}
         if self.ema:
             kinds["ema"] = self.ema.named()
-        shards = self._copied(kinds)
+        shards = self._copy_to_host(kinds)
         scale = self.scaler.state_dict() if self.scaler else None
         state = train_state.to_dict() | {"optimizer": settings, "scaler": scale}
-        text = json.dumps(state | {"numerics": self.run.numerics})  # before training changes it
+        text = json.dumps(state | {"numerics": self.run.numerics})  # now: training changes it
         step = train_state.step
         folder = self.folder / f"step_{step:08d}"
-        # a name of this launch: where there are no locks, another one may write the same step
+        # named after this launch: without file locks, another one may write the same step
         temporary = folder.with_name(f".{folder.name}_{self.run.token}.partial")
 
         def write() -> None:
@@ -199,7 +197,7 @@ class Checkpoints:
 
         def write() -> None:
             if "best" in self.failures and saved["best_step"] == saved["evaluated_step"]:
-                return  # a run that is resumed from here evaluates again
+                return  # so that a run resumed from here evaluates again
             try:
                 content = read_manifest(folder)
             except ValueError:  # no checkpoint was saved at this step
@@ -222,31 +220,30 @@ class Checkpoints:
     ) -> None:
         """Replace best/ or export/, after the jobs before it. Called by every rank.
 
-        The weights are read from the checkpoint of this step. Where there is none, the thread of
-        each rank writes its shards to a temporary folder, as for a checkpoint and without a
-        collective.
+        The weights are read from the checkpoint of this step. If there is none, each rank's thread
+        writes its shards to a temporary folder, as for a checkpoint and without a collective.
 
         Args:
             folder: best/ or export/.
             fill: writes files into the temporary folder; called by rank 0, immediately.
             weights: to write, with the same names on all ranks; {} if `fill` writes them.
             saved_names: their names in a checkpoint; None for a tensor that it does not hold.
-            write: writes them into that folder, and gets a function that reads one by its name;
+            write: writes the weights into that folder, given a function that reads one by its name;
                 called by rank 0 in the thread.
         """
-        # of sharded weights, ranks must decide alike, and may not know that a save has failed
+        # if sharded, ranks must decide alike, and may not know that a save has failed
         has_failed = self.writers == 1 and "checkpoint" in self.failures
         is_of_step = self._saved_step == self.run.step and not has_failed
         is_saved = is_of_step and None not in saved_names.values()
-        is_saved &= not has_two_views(self.optimizer)  # whose checkpoints hold the trained weights
+        is_saved &= not has_two_views(self.optimizer)  # it saves the trained weights
         if not is_saved:
-            self.wait()  # until no job uses the buffers, and the temporary folder
+            self.wait()  # until no job uses the buffers and the temporary folder
         if self.rank >= self.writers:
             return
         temporary = folder.with_name(f".{folder.name}.partial")
         parts = folder.with_name(f".{folder.name}_{self.run.step:08d}_{self.run.token}.partial")
         saved = self.folder / f"step_{self.run.step:08d}"
-        shards = {} if is_saved or not weights else self._copied({"model": weights})
+        shards = {} if is_saved or not weights else self._copy_to_host({"model": weights})
         failure: Exception | None = None
         if self.rank == 0:
             self.run.check_lock()
@@ -255,7 +252,7 @@ class Checkpoints:
                 temporary.mkdir(parents=True)
                 fill(temporary)
             except Exception as error:
-                failure = error  # of this rank: the others write their shards
+                failure = error  # raised in the thread: the other ranks write their shards
 
         def write_all() -> None:
             listed = self._write_shards(parts, shards, {}) if shards else {}
@@ -276,7 +273,7 @@ class Checkpoints:
         self._start(folder.name, f"{folder.name}/", write_all, parts, temporary)
 
     def _reader(self, folder: Path) -> Read:
-        """Return what reads the weights of a checkpoint that are evaluated."""
+        """Return a function that reads the evaluated weights of a checkpoint."""
         read: Read = TensorReader(folder, "model").read
         if self.ema:
             read = self.ema.reader(folder, read, self.first_names)
@@ -286,15 +283,15 @@ class Checkpoints:
         """Run a job in a thread after those before it; wait for it unless in background.
 
         Args:
-            kind: of the job, by which its failure is kept until one of this kind succeeds.
+            kind: of the job; its failure is kept until a job of this kind succeeds.
             name: of what it writes.
             job: writes it.
-            temporary: folders to remove in the end.
+            temporary: folders that rank 0 removes afterwards.
         """
         before = self._thread
 
         def work() -> None:
-            torch.set_num_threads(1)  # of this thread: kernels here leave the cores to training
+            torch.set_num_threads(1)  # of this thread alone: training keeps the cores
             with suppress(OSError):
                 if sys.platform == "linux":
                     os.nice(NICENESS)
@@ -311,7 +308,7 @@ class Checkpoints:
                 self.note = f"{name} could not be saved: {error}"
                 logger.error("%s. What was there before is unchanged.", self.note)
                 self.failures[kind] = error
-                # also of what a recipe writes by safetensors, or of a file that cannot be read back
+                # a recipe may write by safetensors itself, and a file may fail to be read back
                 may_pass = isinstance(error, (OSError, SafetensorError, ConfigError))
                 if may_pass and not isinstance(error, TransientError):  # of Run.check_lock
                     self.failures[kind] = OSError(self.note)
@@ -330,8 +327,8 @@ class Checkpoints:
         """Wait for the jobs.
 
         Raises:
-            Exception: one of them failed for another reason than the disk, or each of the first
-                FIRST_SAVES saves of this start has.
+            Exception: a job failed, and not because of the disk, or the first FIRST_SAVES saves of
+                this start all failed.
         """
         if self._thread:
             self._thread.join()
@@ -343,7 +340,7 @@ class Checkpoints:
                 raise OSError(f"all {FIRST_SAVES} saves of this start have failed: {self.note}")
 
     def check(self, *kinds: str) -> None:
-        """Raise what has failed in the last job of these kinds; called at the end of a run."""
+        """Raise the error of the last job of these kinds, if it failed; called as a run ends."""
         for kind in kinds:
             if failure := self.failures.get(kind):
                 raise failure
@@ -352,12 +349,12 @@ class Checkpoints:
     def resume(self, folder: Path) -> dict[str, Any]:
         """Load a checkpoint whose hashes have been checked; return its state besides tensors.
 
-        Newer checkpoints are moved aside after this only: it may not fit the model.
+        Newer checkpoints are moved aside only after the load: this one may not fit the model.
         """
         try:
             state = self.load(folder)
         except (LookupError, TypeError, AttributeError) as error:  # untrusted: of any type
-            problem = f"its manifest.json does not hold what a checkpoint's does ({error!r})"
+            problem = f"its manifest.json is not that of a checkpoint ({error!r})"
             raise ConfigError(f"{folder} cannot be used: {problem}.") from error
         if self.rank == 0:
             move_newer_aside(self.run, state["step"])
@@ -391,7 +388,7 @@ class Checkpoints:
         return {name: tensors[name] for name in tensors if self.aliases.get(name) not in tensors}
 
     # ---- what this rank writes -------------------------------------------------------------------
-    def _copied(self, kinds: dict[str, dict[str, Tensor]]) -> dict[str, dict[str, Shard]]:
+    def _copy_to_host(self, kinds: dict[str, dict[str, Tensor]]) -> dict[str, dict[str, Shard]]:
         """Copy this rank's shards into host buffers that are reused, pinned for GPU tensors."""
         shards: dict[str, dict[str, Shard]] = {kind: {} for kind in kinds}
         on_gpu = False
@@ -419,10 +416,10 @@ class Checkpoints:
     def _write_shards(
         self, temporary: Path, shards: dict[str, dict[str, Shard]], aliases: dict[str, str]
     ) -> dict[str, str]:
-        """Write a file of each kind; each rank but 0 reports by a file whether it has done so.
+        """Write a file of each kind; ranks other than 0 report by a file whether they succeeded.
 
         Returns:
-            The SHA-256 of each file by its name; on rank 0 of the files of all ranks.
+            The SHA-256 of each file by its name; on rank 0, for the files of all ranks.
         """
         part = f".rank_{self.rank:05d}" if self.writers > 1 else ""
         listed: dict[str, str] = {}
@@ -444,14 +441,14 @@ class Checkpoints:
                     if self.mirror:
                         self.mirror.send_parts(temporary)
                 else:  # the folder is removed, once nobody writes into it
-                    self._files_of_other_ranks(temporary, END_SECONDS)
+                    self._await_other_ranks(temporary, END_SECONDS)
             raise
         if self.rank != 0:
             return listed
         limit = self.config.distributed.startup_timeout_seconds
-        return listed | self._files_of_other_ranks(temporary, limit)
+        return listed | self._await_other_ranks(temporary, limit)
 
-    def _files_of_other_ranks(self, temporary: Path, seconds: float) -> dict[str, str]:
+    def _await_other_ranks(self, temporary: Path, seconds: float) -> dict[str, str]:
         """Wait until the other ranks have reported their files; return the SHA-256 of each."""
         waiting = {f"rank_{rank:05d}": rank for rank in range(1, self.writers)}
         names, failed = [*waiting], []
@@ -459,7 +456,7 @@ class Checkpoints:
         def have_reported() -> bool:
             if self.mirror:
                 self.mirror.collect_parts(temporary)
-            # one listing: to ask for each rank's file would be N requests per look
+            # one listing: a check for each rank's file would be N requests per poll
             for report in os.listdir(temporary):
                 word, _, name = report.partition(".")
                 if name in waiting and word in ("written", "failed"):
@@ -471,13 +468,13 @@ class Checkpoints:
             return have_reported() or bool(failed) or self._has_lost_contact.is_set()
 
         files.wait_until(is_over, seconds, poll_seconds=0.05)
-        if failed or self._has_lost_contact.is_set():  # the folder is then removed
+        if failed or self._has_lost_contact.is_set():  # the folder will be removed: let them end
             files.wait_until(have_reported, END_SECONDS, poll_seconds=0.05)
         if failed:
             host = self.run.hosts[min(failed)]
             raise OSError(f"rank {min(failed)} on {host} could not write its shards")
         if waiting:
-            raise OSError(f"{', '.join(waiting)} did not report its shards in time")
+            raise OSError(f"{', '.join(waiting)} did not report their shards in time")
         listed: dict[str, str] = {}
         for name in names:
             report = temporary / f"written.{name}"
@@ -488,8 +485,8 @@ class Checkpoints:
     def _rotate(self, state: dict[str, Any]) -> None:
         """Remove checkpoints that need not be kept; only files that a manifest lists.
 
-        None while steps are skipped: the weights may have become NaN, so that no step is ever taken
-        again, and only an earlier checkpoint is of use.
+        None is removed while steps are skipped: the weights may have become NaN, in which case no
+        step is ever taken again and only an earlier checkpoint is useful.
         """
         if state["consecutive_skipped_steps"]:
             return

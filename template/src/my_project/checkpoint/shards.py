@@ -80,13 +80,13 @@ def save_shards(shards: dict[str, Shard], path: Path, aliases: dict[str, str]) -
     offsets = {n: [s.offset, s.shape] for n, s in shards.items() if s.tensor.shape != s.shape}
     metadata = aliases | ({"offsets": json.dumps(offsets)} if offsets else {})
     tensors = in_file_order({name: shard.tensor for name, shard in shards.items()})
-    return save_tensors(tensors, path, starmap(checked, tensors.items()), metadata)
+    return save_tensors(tensors, path, starmap(require_finite, tensors.items()), metadata)
 
 
 def save_tensors(
     tensors: dict[str, Tensor], path: Path, values: Iterator[Tensor], metadata: dict[str, str]
 ) -> str:
-    """Write a safetensors file, each tensor before the next one is asked for.
+    """Write a safetensors file; each tensor is written before the next one is read.
 
     safetensors' own `serialize` needs all tensors of the file, and a second copy, in memory.
 
@@ -125,35 +125,32 @@ def save_tensors(
 
         write(memoryview(struct.pack("<Q", len(text)) + text))
         for _ in tensors:  # each is freed before the next is gathered
-            write(_bytes_of(next(values)))
+            # copies only a tensor that is not contiguous, or on a GPU
+            write(next(values).cpu().contiguous().flatten().view(torch.uint8).numpy().data)
     return digest.hexdigest()
 
 
-def checked(name: str, tensor: Tensor) -> Tensor:
-    """Return a tensor; refuse a value with which no run can go on, and no export can predict.
+def require_finite(name: str, tensor: Tensor) -> Tensor:
+    """Return a tensor unchanged; refuse one from which a run cannot continue or predict.
 
-    By the extremes, which are not finite where a value is not: isfinite would need a copy.
+    Only its minimum and maximum are tested, which are not finite if any value is not: isfinite on
+    all values would need a copy.
     """
-    values = tensor.float() if tensor.itemsize == 1 else tensor  # float8 has no extremes
+    values = tensor.float() if tensor.itemsize == 1 else tensor  # aminmax does not take float8
     is_checked = tensor.is_floating_point() and tensor.numel()
     if is_checked and not torch.stack(values.aminmax()).isfinite().all():
         raise ValueError(
-            f"{name} holds values that are not finite, so it is not saved; the checkpoints before"
-            " stay. Go on from one of them with --resume, with a lower optim.lr; a buffer that"
-            " holds them on purpose needs persistent=False."
+            f"{name} holds values that are not finite, so it is not saved; earlier checkpoints are"
+            " kept. Continue from one of them with --resume and a lower optim.lr; a buffer that"
+            " holds such values on purpose needs persistent=False."
         )
     return tensor
 
 
 def in_file_order(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Order tensors by falling item size, so that each one is aligned in its file."""
+    """Sort tensors by descending item size, so that each one is aligned in its file."""
     order = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
     return {name: tensors[name] for name in order}
-
-
-def _bytes_of(tensor: Tensor) -> memoryview:
-    """Return the bytes of a tensor; a copy only if it is not contiguous, or on a GPU."""
-    return tensor.cpu().contiguous().flatten().view(torch.uint8).numpy().data
 
 
 @functools.cache
@@ -162,7 +159,7 @@ def _dtype_name(dtype: torch.dtype) -> str:
     header: dict[str, Any] = {"": {"shape": []}}
     with suppress(KeyError, SafetensorError):
         header = json.loads(save({"": torch.empty(1, dtype=dtype)})[8 : -dtype.itemsize])
-    if header[""]["shape"] != [1]:  # also where two numbers share a byte
+    if header[""]["shape"] != [1]:  # unknown, or two numbers share a byte
         raise ValueError(f"the safetensors format cannot hold tensors of {dtype}.")
     return str(header[""]["dtype"])
 
@@ -183,10 +180,10 @@ class TensorReader:
         """
         self.folder = folder
         self.kind = kind
-        # by name: the file, and offset and shape of what it holds
+        # by name, for each file: the file, and the offset and shape of its part
         self.shards: dict[str, list[tuple[safe_open, list[int], list[int]]]] = {}
         self.shapes: dict[str, tuple[int, ...]] = {}
-        self.aliases: dict[str, str] = {}  # of tied weights, which are in the file once
+        self.aliases: dict[str, str] = {}  # of tied weights, which are stored once
         if listed is None:
             is_checkpoint = (folder / "manifest.json").is_file()
             listed = [*read_manifest(folder)["files"]] if is_checkpoint else os.listdir(folder)
@@ -201,7 +198,7 @@ class TensorReader:
 
     def _open(self, path: Path) -> None:
         try:
-            if not path.is_file():  # a pipe would never answer
+            if not path.is_file():  # opening a pipe would block
                 raise OSError("it is not a file")
             file = safe_open(path, "pt")  # type: ignore[no-untyped-call]
             metadata = {"format": "", "offsets": "{}"} | (file.metadata() or {})
@@ -218,10 +215,10 @@ class TensorReader:
 
     def meta(self, name: str) -> Tensor:
         """Return a tensor without values, on the meta device: its shape and dtype."""
-        handle = self.shards[name][0][0]
+        file = self.shards[name][0][0]
         shape = self.shapes[name]
-        some = handle.get_slice(name)[:0] if shape else handle.get_tensor(name)
-        return torch.empty(shape, dtype=some.dtype, device="meta")
+        part = file.get_slice(name)[:0] if shape else file.get_tensor(name)
+        return torch.empty(shape, dtype=part.dtype, device="meta")
 
     def read(self, name: str, offset: Iterable[int] = (), shape: Iterable[int] = ()) -> Tensor:
         """Read a tensor, or its part with this offset and shape."""
@@ -230,9 +227,10 @@ class TensorReader:
         start = [*offset] or [0] * len(wanted)
         if wanted == [*self.shapes[name]] == self.shards[name][0][2]:
             return self.shards[name][0][0].get_tensor(name)
-        result, filled = torch.empty(wanted, dtype=self.meta(name).dtype), 0
+        result = torch.empty(wanted, dtype=self.meta(name).dtype)
+        filled = 0  # elements
         for file, held_offset, held in self.shards[name]:
-            # where what the file holds and what is wanted overlap, in the whole tensor
+            # the overlap of what the file holds and what is wanted, by index in the whole tensor
             spans = [
                 (max(o, s), min(o + n, s + w))
                 for o, n, s, w in zip(held_offset, held, start, wanted, strict=True)
@@ -273,7 +271,7 @@ class TensorReader:
 
     @torch.no_grad()
     def fill(self, tensors: dict[str, Tensor]) -> None:
-        """Read into these tensors in place; the names must match exactly."""
+        """Read all tensors into these, in place; the names must match exactly."""
         missing = tensors.keys() - self.shards.keys()
         unknown = self.shards.keys() - tensors.keys()
         if missing or unknown:
@@ -289,14 +287,14 @@ class TensorReader:
 def optimizer_state(
     optimizer: torch.optim.Optimizer, names: dict[int, str]
 ) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Return groups and slots for the state, and their tensors by "<parameter>/<slot>".
+    """Return groups and slots as JSON, and their tensors by "<parameter>/<slot>".
 
     Args:
         optimizer: of the model.
         names: of its parameters, by their id.
 
     Raises:
-        ConfigError: a checkpoint cannot hold it.
+        ConfigError: the state holds something that a checkpoint cannot.
     """
     tensors: dict[str, Tensor] = {}
     groups: list[dict[str, Any]] = []
@@ -304,14 +302,14 @@ def optimizer_state(
     try:
         for number, group in enumerate(optimizer.param_groups):
             rest = {key: value for key, value in group.items() if key != "params"}
-            rest = {key: packed(value, f"/{number}/{key}", tensors) for key, value in rest.items()}
+            rest = {key: pack(value, f"/{number}/{key}", tensors) for key, value in rest.items()}
             groups.append(rest | {"params": [names[id(p)] for p in group["params"]]})
         for parameter, values in optimizer.state.items():
             if id(parameter) not in names:
                 raise TypeError(f"its state holds {parameter!r}, which is not a parameter")
             for slot, value in values.items():
-                key, is_sharded = f"{names[id(parameter)]}/{slot}", isinstance(parameter, DTensor)
-                slots[key] = packed(value, key, tensors, is_sharded=is_sharded)
+                key = f"{names[id(parameter)]}/{slot}"
+                slots[key] = pack(value, key, tensors, is_sharded=isinstance(parameter, DTensor))
     except TypeError as error:
         raise ConfigError(
             f"{type(optimizer).__name__} cannot be resumed: {error}. A checkpoint holds numbers,"
@@ -321,23 +319,23 @@ def optimizer_state(
     return {"groups": groups, "slots": slots}, tensors
 
 
-def packed(value: Any, key: str, tensors: dict[str, Tensor], *, is_sharded: bool = False) -> Any:
-    """Return a value of an optimizer as JSON, with the keys of its tensors in their place.
+def pack(value: Any, key: str, tensors: dict[str, Tensor], *, is_sharded: bool = False) -> Any:
+    """Return a value of an optimizer as JSON, with keys in place of its tensors.
 
     Args:
         value: of a slot or a group.
         key: of the value.
-        tensors: to which its tensors are added.
+        tensors: its tensors are added here.
         is_sharded: whether the parameter is.
 
     Raises:
-        TypeError: it is of another type, or a tensor of one rank beside a sharded parameter.
+        TypeError: JSON cannot hold it, or a tensor of a sharded parameter is not sharded.
     """
     if isinstance(value, Tensor):
         if is_sharded and value.numel() > 1 and not isinstance(value, DTensor):
             raise TypeError(f"{key} of a sharded parameter is not sharded")
         tensors[key] = value
-        # a product's rounding follows the order of its operands in memory
+        # the rounding of a product depends on the order of its operands in memory
         is_whole = isinstance(value, DTensor) or value.is_contiguous()
         stride = None if is_whole else torch.empty_like(value, device="meta").stride()
         return {"tensor": key, "stride": stride}
@@ -346,7 +344,7 @@ def packed(value: Any, key: str, tensors: dict[str, Tensor], *, is_sharded: bool
     if type(value) in (list, tuple, dict):
         named = value.items() if isinstance(value, dict) else enumerate(value)
         parts = [
-            (name, packed(part, f"{key}/{name}", tensors, is_sharded=is_sharded))
+            (name, pack(part, f"{key}/{name}", tensors, is_sharded=is_sharded))
             for name, part in named
         ]
         return {type(value).__name__: parts}
@@ -355,8 +353,8 @@ def packed(value: Any, key: str, tensors: dict[str, Tensor], *, is_sharded: bool
     raise TypeError(f"{key} is of type {type(value).__name__}")
 
 
-def unpacked(value: Any, read: Callable[[str, Any], Tensor]) -> Any:
-    """Return what `packed` was given, whose tensors `read` reads by key and stride."""
+def unpack(value: Any, read: Callable[[str, Any], Tensor]) -> Any:
+    """Return the value that `pack` was given; `read` reads its tensors by key and stride."""
     if not isinstance(value, dict):
         return value
     if "tensor" in value:
@@ -364,7 +362,7 @@ def unpacked(value: Any, read: Callable[[str, Any], Tensor]) -> Any:
     ((kind, content),) = value.items()
     if kind == "dtype":
         return getattr(torch, content)
-    parts = {name: unpacked(part, read) for name, part in content}
+    parts = {name: unpack(part, read) for name, part in content}
     return parts if kind == "dict" else {"list": list, "tuple": tuple}[kind](parts.values())
 
 
@@ -375,7 +373,7 @@ def load_optimizer(
     saved: dict[str, Any],
     slots: TensorReader | None,
 ) -> None:
-    """Restore what optimizer_state has returned, from `saved` and from `slots` in this folder."""
+    """Restore what optimizer_state returned, from `saved` and from `slots` in this folder."""
     groups = [[names[id(p)] for p in group["params"]] for group in optimizer.param_groups]
     if groups != [group["params"] for group in saved["groups"]]:
         raise ConfigError(
@@ -393,42 +391,38 @@ def load_optimizer(
             copy = torch.empty_strided(value.shape, stride or value.stride(), dtype=value.dtype)
         elif isinstance(value := slots.read_like(key, parameter), DTensor):
             return value
-        else:  # fused kernels walk a weight and its slots in the order of memory
+        else:  # fused kernels need the slots in the memory order of the weight
             copy = torch.empty_like(parameter, dtype=value.dtype, device="cpu")
-        return copy.copy_(value)  # aligned as any tensor, which a product's rounding follows too
+        return copy.copy_(value)  # aligned like any tensor: that too changes a product's rounding
 
     state: dict[int, dict[str, Any]] = {}
     for key, value in saved["slots"].items():
         name, _, slot = key.rpartition("/")
-        of_parameter = functools.partial(read, parameter=parameters[index[name]])
-        state.setdefault(index[name], {})[slot] = unpacked(value, of_parameter)
+        read_slot = functools.partial(read, parameter=parameters[index[name]])
+        state.setdefault(index[name], {})[slot] = unpack(value, read_slot)
 
-    def read_of_group(key: str, stride: Any) -> Tensor:
-        return read(key, stride).to(parameters[0].device)  # load_state_dict moves slots alone
+    def read_for_group(key: str, stride: Any) -> Tensor:
+        return read(key, stride).to(parameters[0].device)  # load_state_dict moves only slots
 
     param_groups = [
-        # which kernels: of this device and sharding, not of those that saved
-        {name: unpacked(value, read_of_group) for name, value in group.items() if name != "params"}
+        {name: unpack(value, read_for_group) for name, value in group.items() if name != "params"}
         | {"params": [index[name] for name in group["params"]]}
-        | _kernels(now)
-        for group, now in zip(saved["groups"], optimizer.param_groups, strict=True)
+        # the kernels for this device and sharding, not the ones used before
+        | {name: current[name] for name in ("fused", "foreach") if name in current}
+        for group, current in zip(saved["groups"], optimizer.param_groups, strict=True)
     ]
     optimizer.load_state_dict({"state": state, "param_groups": param_groups})
     for i, named in state.items():
         loaded = optimizer.state[parameters[i]]
-        loaded |= {slot: _with_types_of(value, loaded[slot]) for slot, value in named.items()}
+        loaded |= {slot: _restore_types(value, loaded[slot]) for slot, value in named.items()}
 
 
-def _with_types_of(saved: Any, loaded: Any) -> Any:
-    """Undo that load_state_dict has cast all but `step` to the weight's type, text too."""
+def _restore_types(saved: Any, loaded: Any) -> Any:
+    """Undo that load_state_dict casts all but `step` to the weight's dtype, and spoils text."""
     if isinstance(saved, Tensor):
         return loaded if saved.dtype == loaded.dtype else saved.to(loaded.device)
     if isinstance(saved, dict):
-        return {name: _with_types_of(part, loaded[name]) for name, part in saved.items()}
+        return {name: _restore_types(part, loaded[name]) for name, part in saved.items()}
     if isinstance(saved, (list, tuple)):
-        return type(saved)(map(_with_types_of, saved, loaded))
+        return type(saved)(map(_restore_types, saved, loaded))
     return saved
-
-
-def _kernels(group: dict[str, Any]) -> dict[str, Any]:
-    return {name: group[name] for name in ("fused", "foreach") if name in group}

@@ -1,1 +1,1 @@
-"""What would train on, wrong, without a word; each check has a switch in the config's `checks`."""
+"""Find what would silently train wrong; each check has a switch in the config's `checks`."""

@@ -1,7 +1,7 @@
-"""What all ranks must agree on, and each start with the one before: data, code, and the model.
+"""Compare data, code and the model between all ranks, and data and code with the last start.
 
-Ranks that differ end the run. A start may continue with other data or code, which is said, recorded
-in metrics.jsonl, and kept in the run folder's agreement.json for the next start.
+Ranks that differ end the run. A start may continue with other data or code, which is logged and
+recorded in metrics.jsonl. The run folder's agreement.json has what the next start compares.
 """
 
 import json
@@ -22,7 +22,7 @@ from ..loading.layout import is_stream
 from ..loading.loader import open_file_in
 from ..ranks import on_main_then_broadcast
 from ..words import short_path
-from .data import Facts, Reading, hash_of, others
+from .data import Facts, Reading, content_hash, differing_names
 from .findings import Findings
 
 FILE = "agreement.json"
@@ -30,41 +30,41 @@ PACKAGE = __name__.partition(".")[0]
 LIBRARIES = ("stdlib", "platstdlib", "purelib", "platlib")
 PYTHON = tuple(f"{sysconfig.get_path(name)}/" for name in LIBRARIES)
 INSTALLED = ("/site-packages/", "/dist-packages/")
-OF_PROCESS = re.compile(r" at 0x[0-9a-f]+|(?<=cuda:)\d+")  # what a model's repr says of a process
+PROCESS_DETAILS = re.compile(r" at 0x[0-9a-f]+|(?<=cuda:)\d+")  # in the repr of a model
 REMEDY = (
     "give all nodes the same files, read them in the same order (sort what os.listdir returns), let"
     " nothing depend on the rank, and leave the division of the data to the loop."
 )
 OWN_GENERATOR = (
     "draws from a generator of its own, which the loop cannot seed: a sample that was read twice"
-    " under one seed was not the same. Draw from torch, random or numpy.random, or make the"
+    " with one seed was not the same. Draw from torch, random or numpy.random, or create the"
     " generator for each sample from torch.initial_seed()."
 )
 
 
 @dataclass(kw_only=True)
 class Known:
-    """What one rank knows of a start."""
+    """What one rank knows about a start."""
 
     data_info: dict[str, str] = field(default_factory=dict)  # hashes
     data: dict[str, Facts] = field(default_factory=dict)  # by the name of the dataset
     code: dict[str, str] = field(default_factory=dict)  # hashes of sources, by module
     model: list[str] = field(default_factory=list)  # the lines of its repr
 
-    def other_data(self, known: "Known") -> dict[str, str]:
+    def differing_data(self, known: "Known") -> dict[str, str]:
         """Return what differs in the datasets that both know, by name."""
         both = [name for name in self.data if name in known.data]
-        found = {name: self.data[name].difference(known.data[name]) for name in both}
-        return {name: text for name, text in found.items() if text}
+        differences = {name: self.data[name].difference(known.data[name]) for name in both}
+        return {name: text for name, text in differences.items() if text}
 
-    def other_code(self, known: "Known") -> list[str]:
+    def differing_code(self, known: "Known") -> list[str]:
         """Return the files of the modules that both know and whose sources differ."""
-        modules = (sys.modules.get(name, name) for name in others(self.code, known.code))
+        modules = (sys.modules.get(name, name) for name in differing_names(self.code, known.code))
         return [short_path(getattr(module, "__file__", None) or str(module)) for module in modules]
 
     @classmethod
     def from_json(cls, saved: dict[str, Any]) -> "Known":
-        """Return what an earlier start has written; nothing where that is damaged."""
+        """Return what an earlier start has written; nothing if that is damaged."""
         try:
             data = {
                 name: Facts(**facts | {"length": int(facts["length"])})
@@ -76,7 +76,7 @@ class Known:
 
 
 class Agreement:
-    """Compare the ranks, and this start with the one before."""
+    """Compare the ranks, and this start with the last one."""
 
     def __init__(
         self,
@@ -89,11 +89,11 @@ class Agreement:
         self.findings = findings
         self.run = findings.run
         self.path = self.run.folder / FILE
-        self.data_info = {name: hash_of(repr(value)) for name, value in data_info.items()}
+        self.data_info = {name: content_hash(repr(value)) for name, value in data_info.items()}
         self.datasets = {"the training set": train_set} | {
             f"validation set {name}": data for name, data in validation_sets.items()
         }
-        # "" where accelerate launch or torchrun has started this process
+        # "" if accelerate launch or torchrun has started this process
         self.launch = self.run.token.rpartition(".")[0]
         self.before = on_main_then_broadcast(
             findings.accelerator, lambda: files.read_json(self.path)
@@ -104,9 +104,9 @@ class Agreement:
         self.reading = self._read() if is_on and not self.is_restart_in_place else None
 
     def _read(self, *, is_backward: bool = False) -> Reading:
-        """Read samples, those in lanes on one rank of each node.
+        """Read samples; those in lanes on one rank of each node.
 
-        Not of a dataset with an open file, whose position another process would move.
+        A dataset with an open file is left out: another process would move the file's position.
         """
         read = {name: data for name, data in self.datasets.items() if not open_file_in(data)}
         reads_streams = os.environ.get("LOCAL_RANK", "0") == "0"
@@ -114,14 +114,14 @@ class Agreement:
         return Reading(self.run.config, read, is_backward=is_backward)
 
     def compare(self, model: nn.Module, *, is_resumed: bool) -> None:
-        """Compare samples, code and model. Called by every rank; nothing in a restart in place.
+        """Compare samples, code and model, except in a restart in place. Called by every rank.
 
         Args:
             model: before it is wrapped.
             is_resumed: whether this start continues from a checkpoint.
 
         Raises:
-            ConfigError: ranks differ, or starts that must not.
+            ConfigError: ranks differ, or starts that must agree.
         """
         if self.is_restart_in_place:
             return
@@ -129,96 +129,96 @@ class Agreement:
             data_info=self.data_info,
             data=self.reading.facts() if self.reading else {},
             code=sources(),
-            model=OF_PROCESS.sub("", repr(model)).splitlines(),
+            model=PROCESS_DETAILS.sub("", repr(model)).splitlines(),
         )
-        of_main = on_main_then_broadcast(self.findings.accelerator, lambda: own)
+        main = on_main_then_broadcast(self.findings.accelerator, lambda: own)
         saved = Known.from_json(self.before)
         earlier = saved if is_resumed else Known()
-        self._leave_out_what_draws(own, of_main, earlier)
+        self._leave_out_random(own, main, earlier)
         if self.findings.is_on("ranks"):
-            self._compare_ranks(own, of_main)
-        self._compare_starts(of_main, earlier)
+            self._compare_ranks(own, main)
+        self._compare_starts(main, earlier)
         for name in self.datasets if self.reading else ():
-            types = own.data[name].unknown if name in own.data else ["what was not read"]
+            types = own.data[name].unknown if name in own.data else ["samples that were not read"]
             if types:
                 self.findings.passed("data", f"{name}: {', '.join(types)} cannot be compared")
         if self.run.rank == 0:
-            now = asdict(replace(own, data=saved.data | own.data))  # not all may have been read
+            now = asdict(replace(own, data=saved.data | own.data))  # some may not have been read
             del now["model"]
             with files.writing(self.run.folder):
-                # not fsynced, which takes longer than the checks: a damaged file is read as none
+                # without fsync, which takes longer than the checks; a damaged file is ignored
                 with files.open_own(self.path, "wb") as file:
                     file.write(json.dumps({"launch": self.launch} | now).encode())
 
-    def _leave_out_what_draws(self, own: Known, *of_others: Known) -> None:
-        """Leave out datasets whose samples are others whenever they are read, with a warning."""
+    def _leave_out_random(self, own: Known, *compared: Known) -> None:
+        """Leave out, with a warning, datasets whose samples differ each time they are read."""
         draws = [name for name, facts in own.data.items() if facts.draws]
-        differing = [name for known in of_others for name in own.other_data(known)]
-        if self.findings.of_ranks(differing) and self.reading:
+        differing = [name for known in compared for name in own.differing_data(known)]
+        if self.findings.gather(differing) and self.reading:
             again = Known(data=self._read(is_backward=True).facts())
-            draws += again.other_data(own)
-        for name in self.findings.of_ranks(draws):
-            for known in (own, *of_others):
+            draws += again.differing_data(own)
+        for name in self.findings.gather(draws):
+            for known in (own, *compared):
                 known.data.pop(name, None)
             self.findings.add("data", f"{name} {OWN_GENERATOR}", level="warn")
 
-    def _compare_ranks(self, own: Known, of_main: Known) -> None:
-        lines = [line.strip() for line in own.model if line not in of_main.model][:3]
-        lines = lines or ["other lines"] * (own.model != of_main.model)
-        differing = [f"{name} {text}" for name, text in own.other_data(of_main).items()]
-        differing += [f"other code in {file}" for file in own.other_code(of_main)]
+    def _compare_ranks(self, own: Known, main: Known) -> None:
+        lines = [line.strip() for line in own.model if line not in main.model][:3]
+        lines = lines or ["other lines"] * (own.model != main.model)
+        differing = [f"{name} {text}" for name, text in own.differing_data(main).items()]
+        differing += [f"other code in {file}" for file in own.differing_code(main)]
         differing += [f"a model with {line}" for line in lines]
-        if found := self.findings.of_ranks(differing):
-            told = "; ".join(f"{what} {places}" for what, places in found.items())
-            self.findings.add("ranks", f"ranks differ from rank 0: {told}: {REMEDY}")
+        if places := self.findings.gather(differing):
+            differences = "; ".join(f"{text} {place}" for text, place in places.items())
+            self.findings.add("ranks", f"ranks differ from rank 0: {differences}: {REMEDY}")
         else:
-            self.findings.passed("ranks", "data, code and model are the same on all")
+            self.findings.passed("ranks", "data, code and model are the same on all ranks")
 
     def _compare_starts(self, now: Known, earlier: Known) -> None:
-        keys = others(now.data_info, earlier.data_info)
-        data = [f"{name} {text}" for name, text in now.other_data(earlier).items()]
+        keys = differing_names(now.data_info, earlier.data_info)
+        data = [f"{name} {text}" for name, text in now.differing_data(earlier).items()]
         data += [f"data_info has another {key}" for key in keys]
-        for check, differing in {"data": data, "code": now.other_code(earlier)}.items():
+        for check, differing in {"data": data, "code": now.differing_code(earlier)}.items():
             if not self.findings.is_on(check):
                 continue
             if differing:
-                told = f"this start continues with other {check} than the last"
-                problem = f"{told}: {'; '.join(differing)}. --run_name trains another run."
+                problem = f"this start continues with other {check} than the last one"
+                problem += f": {'; '.join(differing)}. --run_name trains another run."
                 self.findings.add(check, problem)
             elif earlier.code:
                 self.findings.passed(check, "the same as in the last start")
             else:
-                self.findings.passed(check, "noted, for the next start")
+                self.findings.passed(check, "noted for the next start")
 
 
 # ---- the code of the user ------------------------------------------------------------------------
 def sources() -> dict[str, str]:
     """Return a hash of the source of each imported module that is not installed, by its name."""
-    found: dict[str, str] = {}
+    hashes: dict[str, str] = {}
     for key, module in [*sys.modules.items()]:
         if is_installed_package(key.partition(".")[0]):
             continue
-        spec = getattr(module, "__spec__", None)  # of what `python -m` runs too; a script has none
+        spec = getattr(module, "__spec__", None)  # what `python -m` runs has one; a script has not
         name, file = getattr(spec, "name", ""), getattr(spec, "origin", None) or ""
         is_own = name.startswith(f"{PACKAGE}.")
         is_tool = f"{name}.".startswith(f"{PACKAGE}.tools.")
         if file.endswith(".py") and not is_tool and (is_own or not is_installed(name, file)):
-            with suppress(OSError):  # it has been removed since, or is in an archive
-                found[name] = hash_of(Path(file).read_bytes())
-    return found
+            with suppress(OSError):  # it was removed since its import, or is in an archive
+                hashes[name] = content_hash(Path(file).read_bytes())
+    return hashes
 
 
 @cache
 def is_installed_package(name: str) -> bool:
     """Return whether a top-level package is installed, with all of its modules."""
     spec = getattr(sys.modules.get(name), "__spec__", None)
-    file = getattr(spec, "origin", None) or f"{name}.py"  # folders have no file, nor have scripts
+    file = getattr(spec, "origin", None) or f"{name}.py"  # a folder or a script has no file
     is_own = name in (PACKAGE, "__main__")
     return not is_own and (not file.endswith(".py") or is_installed(name, file))
 
 
 def is_installed(name: str, file: str) -> bool:
-    """Return whether a module is Python's or that of a package, wherever that is installed."""
+    """Return whether a module is Python's or an installed package's, wherever that is."""
     if file.startswith(PYTHON) or any(part in file for part in INSTALLED):
         return True
     levels = name.count(".") + file.endswith("/__init__.py")

@@ -1,9 +1,10 @@
-"""Read some samples of each dataset, and say what they hold, to be compared.
+"""Read some samples of each dataset, and describe what they hold, so that it can be compared.
 
-Integers, shapes, types and text are kept as hashes, of a path that of its last part. Floating-point
-values are kept as three numbers, since another type of CPU rounds differently. The samples are read
-in a process of their own, as by a loader worker, while the model is built: the training process
-opens no file whose position its loader workers would share, and changes no dataset.
+Integers, shapes, types and text are kept as hashes; for a path, only its last part counts.
+Floating-point values are kept as three numbers, since another type of CPU rounds differently. The
+samples are read in a process of their own, like a loader worker, while the model is built: the
+training process opens no file whose position its loader workers would share, and changes no
+dataset.
 """
 
 import dataclasses
@@ -27,52 +28,52 @@ from ..loading.loader import ignore_signals_except_parents, tell_epoch
 from ..loading.seeding import derive_seed, seed_rng
 
 SAMPLES = 4  # of each dataset, evenly spaced
-SECONDS = 5.0  # for all of them, and as long again after the model has been built
-MOST_PARTS = 64  # of a sample
-MOST_ITEMS = 8  # of a list
+SECONDS = 5.0  # to read them all, and again to wait for that after the model has been built
+MAX_PARTS = 64  # of a sample
+MAX_ITEMS = 8  # of a list
 ARRAYS = ("__array__", "__array_interface__")  # what arrays, tensors and images have
 TOLERANCE = 1e-3  # of floating-point values, relative to their root mean square
 
 
 @dataclasses.dataclass(kw_only=True)
 class Facts:
-    """What is known of a dataset."""
+    """What is known about a dataset."""
 
     length: int  # samples or lanes
-    samples: dict[str, dict[str, Any]]  # by index, the parts of each: a hash, or three numbers
-    draws: bool  # whether a sample that is read again under the same seed is another one
+    samples: dict[str, dict[str, Any]]  # by index: its parts, each a hash or three numbers
+    draws: bool  # whether a sample that is read again under the same seed differs
 
     @property
     def unknown(self) -> list[str]:
         """Return the types that cannot be compared."""
-        found = (part for sample in self.samples.values() for part in sample.items())
-        return sorted({fact for name, fact in found if name.endswith("?")})
+        named = (part for sample in self.samples.values() for part in sample.items())
+        return sorted({fact for name, fact in named if name.endswith("?")})
 
     def difference(self, known: "Facts") -> str:
-        """Return how it differs from what was known before or elsewhere; "" if it does not."""
+        """Return how it differs from another start's or rank's dataset; "" if it does not."""
         if self.length != known.length:
             return f"has {self.length:,} samples, not {known.length:,}"
-        numbers = others(self.samples, known.samples)
-        return f"has other values in samples {', '.join(numbers)}" if numbers else ""
+        indices = differing_names(self.samples, known.samples)
+        return f"has other values in samples {', '.join(indices)}" if indices else ""
 
 
-def others(one: dict[str, Any], other: dict[str, Any]) -> list[str]:
-    """Return the names that both have, for something else."""
-    return [name for name in one if name in other and not is_same(one[name], other[name])]
+def differing_names(first: dict[str, Any], second: dict[str, Any]) -> list[str]:
+    """Return the names that both have, with different values."""
+    return [name for name in first if name in second and not is_same(first[name], second[name])]
 
 
-def is_same(one: Any, other: Any) -> bool:
+def is_same(first: Any, second: Any) -> bool:
     """Return whether two samples have the same parts, or two parts are the same."""
-    if isinstance(one, dict) and isinstance(other, dict):
-        return one.keys() == other.keys() and not others(one, other)
-    if isinstance(one, list) and isinstance(other, list):
-        limit = TOLERANCE * max(one[0], other[0])  # the root mean square
-        return np.allclose(one, other, rtol=0, atol=limit, equal_nan=True)
-    return bool(one == other)
+    if isinstance(first, dict) and isinstance(second, dict):
+        return first.keys() == second.keys() and not differing_names(first, second)
+    if isinstance(first, list) and isinstance(second, list):
+        limit = TOLERANCE * max(first[0], second[0])  # the root mean square
+        return np.allclose(first, second, rtol=0, atol=limit, equal_nan=True)
+    return bool(first == second)
 
 
 class Reading:
-    """Reads the samples, from now on and beside this process."""
+    """Read the samples in another process, from now on."""
 
     def __init__(
         self, config: Config, datasets: Mapping[str, Any], *, is_backward: bool = False
@@ -82,21 +83,21 @@ class Reading:
         Args:
             config: of the run.
             datasets: map-style, or streams, by their names.
-            is_backward: read the last sample first. A generator that a dataset has is forked in the
-                same state each time, so that in the same order the samples would be the same.
+            is_backward: read the last sample first. A dataset's own generator is forked in the same
+                state each time, so in the same order it would give the same samples.
         """
-        how = config.batches.loader.get("multiprocessing_context")
-        context: Any = multiprocessing.get_context(how)
-        self.pipe, theirs = context.Pipe(duplex=False)
+        method = config.batches.loader.get("multiprocessing_context")
+        context: Any = multiprocessing.get_context(method)
+        self.pipe, sender = context.Pipe(duplex=False)
         twice = config.batches.seed_samples is not True
-        arguments = theirs, datasets, config.seed, twice, is_backward
+        arguments = sender, datasets, config.seed, twice, is_backward
         self.process = context.Process(target=_read, args=arguments, daemon=True)
-        with suppress(AttributeError, TypeError, PicklingError):  # not forked, and cannot be sent
+        with suppress(AttributeError, TypeError, PicklingError):  # neither forked nor picklable
             self.process.start()
-        theirs.close()
+        sender.close()
 
     def facts(self) -> dict[str, Facts]:
-        """Return what is known of each dataset; {} if it could not be found out in time."""
+        """Return what is known about each dataset; {} if it was not read in time."""
         try:
             return self.pipe.recv() if self.pipe.poll(SECONDS) else {}
         except (EOFError, OSError):  # the process has died, or was not started
@@ -105,7 +106,7 @@ class Reading:
             self.pipe.close()
             if self.process.pid:
                 self.process.kill()
-                self.process.join(SECONDS)  # storage that hangs holds it
+                self.process.join(SECONDS)  # on storage that hangs, it does not end
 
 
 def _read(
@@ -115,10 +116,10 @@ def _read(
     ignore_signals_except_parents(0)
     torch.set_num_threads(1)
     deadline = time.monotonic() + SECONDS
-    found: dict[str, Facts] = {}
+    facts: dict[str, Facts] = {}
     for name, data in datasets.items():
         length = getattr(data, "lanes", None) or len(data)
-        samples: dict[str, dict[str, Any]] = {}  # the parts of each: a hash, or three numbers
+        samples: dict[str, dict[str, Any]] = {}
         indices = {length * k // SAMPLES for k in range(SAMPLES)}
         for index in sorted(indices, reverse=is_backward):
             if time.monotonic() < deadline:
@@ -126,8 +127,8 @@ def _read(
         reads_again = twice and "0" in samples and time.monotonic() < deadline
         reads_again = reads_again and not is_stream(data)
         draws = reads_again and not is_same(samples["0"], sample_facts(data, 0, seed))
-        found[name] = Facts(length=length, samples=samples, draws=bool(draws))
-    pipe.send(found)
+        facts[name] = Facts(length=length, samples=samples, draws=bool(draws))
+    pipe.send(facts)
 
 
 def sample_facts(data: Any, index: int, seed: int) -> dict[str, Any]:
@@ -138,16 +139,16 @@ def sample_facts(data: Any, index: int, seed: int) -> dict[str, Any]:
         if is_stream(data):
             data = {index: next(iter(data.lane(index, 0, seed)))}  # of a stream
         sample = data[index]
-        return dict(islice(parts(sample), MOST_PARTS))
-    except Exception as error:  # training meets it, too
+        return dict(islice(parts(sample), MAX_PARTS))
+    except Exception as error:  # training will raise it too
         return {"?": type(error).__name__}
 
 
 def parts(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield the names and the facts of all that a sample holds."""
+    """Yield the name and the fact of each part of a sample."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         value = vars(value)
-    if isinstance(value, (list, tuple)) and all(type(one) in (int, float) for one in value):
+    if isinstance(value, (list, tuple)) and all(type(item) in (int, float) for item in value):
         value = np.array(value)
     if isinstance(value, Mapping):
         yield name, f"{len(value)} keys"
@@ -155,10 +156,10 @@ def parts(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
             yield from parts(value[key], f"{name}/{key}")
     elif isinstance(value, (list, tuple)):
         yield name, f"{len(value)} items"
-        for number, one in enumerate(value[:MOST_ITEMS]):
-            yield from parts(one, f"{name}/{number}")
+        for number, item in enumerate(value[:MAX_ITEMS]):
+            yield from parts(item, f"{name}/{number}")
     elif isinstance(value, (str, bytes, PurePath)):
-        yield name, hash_of(last_part(str(value)) if not isinstance(value, bytes) else value)
+        yield name, content_hash(last_part(str(value)) if not isinstance(value, bytes) else value)
     elif isinstance(value, (int, float)) or any(hasattr(value, name) for name in ARRAYS):
         yield from numbers(value, name)
     else:
@@ -166,13 +167,13 @@ def parts(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def last_part(text: str) -> str:
-    """Return the last part of a path, whose others may be of the node; any other text whole."""
+    """Return the last part of a path, whose folders may depend on the node; or all of a text."""
     is_path = text.startswith(("/", "./", "../", "~")) or not any(map(str.isspace, text))
     return PurePath(text).name if is_path and "\n" not in text else text
 
 
 def numbers(value: Any, name: str) -> Iterator[tuple[str, Any]]:
-    """Yield the facts of an array, of whatever library."""
+    """Yield the facts of an array of any library."""
     if isinstance(value, torch.Tensor):
         value = value.detach().cpu().to_dense()
         kind = str(value.dtype).removeprefix("torch.")
@@ -181,19 +182,19 @@ def numbers(value: Any, name: str) -> Iterator[tuple[str, Any]]:
         array = np.asarray(value)
         kind = str(array.dtype)
     yield f"{name}:", f"{kind} {array.shape}"
-    # images as bytes are resized with other roundings on another type of CPU
+    # resized images, which are bytes, round differently on another type of CPU
     is_image = array.dtype == np.uint8 and array.ndim > 1
     if not array.size or not (is_image or np.issubdtype(array.dtype, np.inexact)):
-        yield name, hash_of(np.ascontiguousarray(array).tobytes())
+        yield name, content_hash(np.ascontiguousarray(array).tobytes())
         return
     flat = np.abs(array).ravel() if np.iscomplexobj(array) else array.ravel()
     flat = np.nan_to_num(flat.astype(np.float64), nan=1e9, posinf=1e9, neginf=-1e9)
-    # with weights that differ, since samples are often scaled to a mean of 0 and a norm of 1
+    # weights that differ, since samples are often scaled to a mean of 0 and a norm of 1
     weighted = flat @ np.cos(np.arange(flat.size)) / math.sqrt(flat.size)
     yield name, [float(number) for number in (np.sqrt(np.mean(flat**2)), flat.mean(), weighted)]
 
 
-def hash_of(content: str | bytes) -> str:
+def content_hash(content: str | bytes) -> str:
     """Hash a text or the bytes of an array."""
     content = content.encode(errors="replace") if isinstance(content, str) else content
     return hashlib.blake2b(content, digest_size=8).hexdigest()

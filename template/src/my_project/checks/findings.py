@@ -1,4 +1,4 @@
-"""What the checks of this start have found, and what follows from it."""
+"""Collect what the checks of a start find, and warn or end the run."""
 
 import logging
 import os
@@ -21,10 +21,10 @@ class Findings:
     def __init__(self, accelerator: Accelerator, run: Run) -> None:
         self.accelerator = accelerator
         self.run = run
-        self.is_restart_in_place = False  # whose first step is not looked at again
+        self.is_restart_in_place = False  # if so, its first step is not checked again
 
     def is_on(self, check: str) -> bool:
-        """Return whether to look for what a check finds."""
+        """Return whether a check is switched on."""
         return getattr(self.run.config.checks, check) not in ("off", False)
 
     def add(self, check: str, problem: str, *, level: str = "") -> None:
@@ -40,30 +40,30 @@ class Findings:
         """
         if (level or getattr(self.run.config.checks, check)) == "end":
             raise ConfigError(
-                f"{problem} (--checks.{check} warn trains all the same; off does not look.)"
+                f"{problem} (--checks.{check} warn trains all the same; off does not check.)"
             )
         if self.run.rank == 0:
             logger.warning(problem)
             self.run.notes.append({"kind": "check", "check": check, "problem": problem})
 
-    def passed(self, check: str, what: str) -> None:
-        """Say in the log file, and on the screen of a dry run, what a check has found in order."""
+    def passed(self, check: str, text: str) -> None:
+        """Log what a check has found to be right: in the log file, and on screen in a dry run."""
         if DRY_RUN in os.environ and self.run.rank == 0:
-            logger.info("checks.%s: %s", check, what)
+            logger.info("checks.%s: %s", check, text)
         elif LOGS in os.environ and self.run.rank == 0:
             with suppress(OSError):  # a full disk
-                print(f"checks.{check}: {what}", file=sys.stderr)
+                print(f"checks.{check}: {text}", file=sys.stderr)
 
-    def of_ranks(self, own: list[str]) -> dict[str, str]:
-        """Return what any rank has found, with the ranks and the host of the first of them.
+    def gather(self, own: list[str]) -> dict[str, str]:
+        """Return what all ranks have found, each with its ranks and the host of the first.
 
         Args:
             own: what this rank has found.
         """
         gathered = gather_on_main(self.accelerator, own)
         ranks: dict[str, list[int]] = {}
-        for rank, found in enumerate(on_main_then_broadcast(self.accelerator, lambda: gathered)):
-            for what in found:
-                ranks.setdefault(what, []).append(rank)
+        for rank, texts in enumerate(on_main_then_broadcast(self.accelerator, lambda: gathered)):
+            for text in texts:
+                ranks.setdefault(text, []).append(rank)
         hosts = self.run.hosts
-        return {what: f"on rank(s) {of[:8]} ({hosts[of[0]]})" for what, of in ranks.items()}
+        return {text: f"on rank(s) {r[:8]} ({hosts[r[0]]})" for text, r in ranks.items()}

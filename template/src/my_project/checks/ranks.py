@@ -1,8 +1,8 @@
-"""Whether all ranks hold the same weights and buffers, and whether a forward changes weights.
+"""Check that all ranks hold the same weights and buffers, and that a forward changes no weights.
 
 Nothing is compared in a step. After the first step of a start and at each save, two numbers of each
-tensor are compared, by one all-reduce. A digest would not do: on a CPU of another type a rank
-rounds differently, harmlessly.
+tensor are compared, by one all-reduce. Hashes would not do: on another type of CPU a rank rounds
+differently, which does no harm.
 """
 
 from collections import defaultdict
@@ -22,27 +22,28 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from ..step_sums import dtype_of_sums
 from .findings import Findings
 
-ROUNDING, MOST = 1e-5, 1e-3  # relative to the norm: equal up to the first, unequal above the second
+# Relative to the norm: differences up to ROUNDING are ignored, up to MAX_DIFFERENCE only warned of.
+ROUNDING, MAX_DIFFERENCE = 1e-5, 1e-3
 CHUNK = 2**18  # elements of a tensor that are converted together
 
 REMEDY = (
     "Only the optimizer may change a parameter: set it in build_model, from samples read there, or"
-    " compute from it what the forward uses (also in place of max_norm of nn.Embedding)."
+    " compute from it what the forward uses (also instead of nn.Embedding's max_norm)."
 )
 UNEQUAL = "after step {step} the ranks differ in the {kind} {names}, by {worst:.1e} of its norm"
-UNEQUAL_OF = {
+UNEQUAL_MESSAGES = {
     "parameter": f"{UNEQUAL}. {REMEDY}",
-    "buffer": f"{UNEQUAL}: each rank computes with its own, and rank 0's is saved. Gather its new"
+    "buffer": f"{UNEQUAL}: each rank computes with its own, and rank 0's is saved. Gather the new"
     " value from all ranks (docs/how-to/state-in-a-buffer.md).",
 }
 CHANGED = "a forward has changed the parameter {names}. " + REMEDY
 UNFROZEN = (
     "{names}: requires_grad was False when this start began and is True now, which trains nothing:"
-    " let it be True in build_model, or start another run from the weights."
+    " set it to True in build_model, or start another run from the weights."
 )
 NOT_TRAINING = (
     "the recipe's loss has left the model in evaluation mode ({names} is False), without dropout:"
-    " call model.train() where it has called model.eval()."
+    " call model.train() again after model.eval()."
 )
 
 
@@ -66,7 +67,7 @@ class EqualRanks:
         self.was_training = self.model.training
         # named once: a buffer that only one rank adds later would change its all-reduce
         modules = self.model.modules()
-        # whose average each rank has of its own calls, as torch does (statistics.py)
+        # cumulative averages, which each rank has over its own calls, as in torch (statistics.py)
         left_out = {
             id(buffer)
             for module in modules
@@ -79,11 +80,11 @@ class EqualRanks:
         meshes = [p.device_mesh for p in parameters.values() if isinstance(p, DTensor)]
         if not meshes:
             self.compared["parameter"] = [*parameters], None
-        elif meshes[0].ndim > 1:  # HSDP: between replicas; FSDP2 alone has each shard once
+        elif meshes[0].ndim > 1:  # HSDP: between replicas; without it each shard is there once
             self.compared["parameter"] = [*parameters], meshes[0].get_group(0)
-        self.said: dict[tuple[str, str], set[str]] = defaultdict(set)
-        self.before: dict[str, Tensor] = {}
-        self.changed: list[set[str]] = []  # in each forward that was looked at
+        self.reported: dict[tuple[str, str], set[str]] = defaultdict(set)
+        self.before: dict[str, Tensor] = {}  # sketches
+        self.changed: list[set[str]] = []  # in each forward that was checked
         self.hooks: list[Any] = []
         is_watched = findings.is_on("ranks") and not findings.is_restart_in_place
         if is_watched and meshes:
@@ -92,10 +93,10 @@ class EqualRanks:
             self._note_before("", model)
 
     def after_forward(self) -> None:
-        """Look at what the first forward of the first two steps has changed, on one process.
+        """Check what the first forward of the first two steps has changed, in a single process.
 
-        A weight that is brought within limits, whatever the data, changes in each step; one that
-        the first batch sets changes once. Several ranks compare their weights instead.
+        A weight that is clipped, whatever the data, changes in each step; a weight that the first
+        batch sets changes once. Several ranks compare their weights instead.
         """
         if self.hooks or not self.before:
             return
@@ -119,7 +120,7 @@ class EqualRanks:
         self.at_save()
 
     def at_save(self) -> None:
-        """Compare weights and buffers between the ranks; look for what is not trained."""
+        """Compare weights and buffers between the ranks; warn of what is not trained."""
         if not self.findings.is_on("ranks"):
             return
         trained = {name for name, p in self.model.named_parameters() if p.requires_grad}
@@ -128,19 +129,19 @@ class EqualRanks:
             self._report(NOT_TRAINING, ["model.training"])
         for kind, (names, group) in self.compared.items():
             if self.accelerator.num_processes > 1 and names:
-                apart = self._differences(names, group)
-                found = {name: part for name, part in apart.items() if part > ROUNDING}
-                worst = max(apart.values())
-                level = "" if kind == "parameter" and worst > MOST else "warn"
+                differences = self._differences(names, group)
+                unequal = [name for name, value in differences.items() if value > ROUNDING]
+                worst = max(differences.values())
+                level = "" if kind == "parameter" and worst > MAX_DIFFERENCE else "warn"
                 values = {"kind": kind, "worst": worst, "step": self.findings.run.step}
-                self._report(UNEQUAL_OF[kind], found, level, **values)
+                self._report(UNEQUAL_MESSAGES[kind], unequal, level, **values)
 
     def _differences(self, names: list[str], group: Any) -> dict[str, float]:
-        """Return how far apart a group's values of each tensor are, relative to its norm."""
+        """Return the difference within a group for each tensor, relative to its norm."""
         device = self.accelerator.device
         tensors = dict(self.model.named_parameters()) | dict(self.model.named_buffers())
         numbers = torch.stack([sketch(tensors[name]).to(device) for name in names])
-        largest = torch.stack([numbers, -numbers])  # the smallest, by the same all-reduce
+        largest = torch.stack([numbers, -numbers])  # and the smallest, by the same all-reduce
         torch.distributed.all_reduce(largest, ReduceOp.MAX, group)
         spread = (largest.sum(0) / largest[0, :, :1].clamp(min=1e-30)).amax(1)
         torch.distributed.all_reduce(spread, ReduceOp.MAX)  # of all groups
@@ -154,7 +155,7 @@ class EqualRanks:
         compiled = [m for m in self.wrapper.modules() if m._compiled_call_impl is not None]
         inside = {id(part) for module in compiled for part in module.modules()}
         for prefix, module in sharded:
-            # compiled code would be compiled again, with the hooks and then without
+            # compiled code would be compiled twice more: with the hooks, then without
             if id(module) not in inside:
                 before = partial(self._note_before, prefix)
                 after = partial(self._note_changed, prefix)
@@ -166,11 +167,12 @@ class EqualRanks:
 
     def _note_changed(self, prefix: str, module: nn.Module, *_: Any) -> None:
         before, after = self.before, self._weights(prefix, module)
-        apart = {name: abs(after[name] - before[name])[1] for name in after.keys() & before.keys()}
-        self.changed.append({name for name, by in apart.items() if by > 1e-6 * before[name][0]})
+        names = after.keys() & before.keys()
+        changes = {name: abs(after[name] - before[name])[1] for name in names}
+        self.changed.append({name for name, by in changes.items() if by > 1e-6 * before[name][0]})
 
     def _weights(self, prefix: str, module: nn.Module) -> dict[str, Tensor]:
-        """Return the numbers of the trained parameters, but for those in shards, by full name."""
+        """Return the sketches of the trained parameters that are not in shards, by full name."""
         return {
             f"{prefix}.{name}".lstrip(".").removeprefix("model."): sketch(parameter)
             for name, parameter in module.named_parameters()
@@ -180,10 +182,10 @@ class EqualRanks:
     def _report(
         self, problem: str, names: Iterable[str], level: str = "warn", **values: Any
     ) -> None:
-        """Say what is true of these names, of each once at a level."""
-        said = self.said[problem, level]
-        if new := sorted({*names} - said):
-            said.update(new)
+        """Report a problem with these names, each name once at a level."""
+        reported = self.reported[problem, level]
+        if new := sorted({*names} - reported):
+            reported.update(new)
             text = ", ".join(new[:5]) + f" and {len(new) - 5} more" * (len(new) > 5)
             self.findings.add("ranks", problem.format(names=text, **values), level=level)
 
@@ -193,7 +195,8 @@ class EqualRanks:
 def fixed_numbers(device: torch.device, dtype: torch.dtype) -> Tensor:
     """Return numbers between -1 and 1 in no order.
 
-    Not signs: two values with the same sign could change places and leave the product as it was.
+    Signs would not do: two values with the same sign could change places without a change of the
+    product.
     """
     return torch.arange(CHUNK, dtype=torch.float64).square().cos().to(device, dtype)
 
@@ -202,20 +205,20 @@ def fixed_numbers(device: torch.device, dtype: torch.dtype) -> Tensor:
 def sketch(tensor: Tensor) -> Tensor:
     """Return the norm of a tensor, and its product with fixed numbers.
 
-    Each chunk is multiplied by the same numbers, and the products by others, so that chunks that
-    change places are noticed too. Integers are compared exactly: their norm is 1.
+    Each chunk is multiplied by the same numbers, and the products by further ones, so that chunks
+    that change places are noticed too. Integers are compared exactly: their norm counts as 1.
     """
     tensor = tensor.to_local() if isinstance(tensor, DTensor) else tensor
     tensor = torch.view_as_real(tensor) if tensor.is_complex() else tensor
     wide = dtype_of_sums(tensor.device)
     is_float = tensor.is_floating_point()
-    # float32 within a chunk takes half the time, and loses less than rounding does
+    # float32 within a chunk takes half the time, and loses less than ROUNDING
     narrow = torch.float32 if is_float and tensor.element_size() <= 4 else wide
     fixed = fixed_numbers(tensor.device, narrow)
     chunks = (chunk.to(narrow) for chunk in tensor.reshape(-1).split(CHUNK))
-    with torch.autocast(tensor.device.type, enabled=False):  # of a forward that is looked at
+    with torch.autocast(tensor.device.type, enabled=False):  # in a forward that is checked
         numbers = [torch.stack([chunk.norm(), chunk @ fixed[: len(chunk)]]) for chunk in chunks]
     norms, products = torch.stack(numbers).to(wide).unbind(1)
     norm = norms.norm() if is_float else torch.ones_like(norms[0])
     product = products @ fixed_numbers(tensor.device, wide)[: len(products)]
-    return torch.stack([norm, product]).nan_to_num(1e30, 1e30, 1e30)  # as for a mask of -inf
+    return torch.stack([norm, product]).nan_to_num(1e30, 1e30, 1e30)  # such as for a mask of -inf

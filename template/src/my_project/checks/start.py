@@ -1,4 +1,4 @@
-"""The checks of a start, in the order in which the loop calls them. Called by every rank."""
+"""The checks of a start, in the order in which the loop calls them, on every rank."""
 
 from typing import Any
 
@@ -13,7 +13,7 @@ from .recipe import check_settings, check_sums
 
 
 class Checks:
-    """Look for what would train on, wrong, without a word; nothing is compared in a step."""
+    """Find what would silently train wrong; nothing is compared in a step."""
 
     def __init__(
         self,
@@ -30,10 +30,10 @@ class Checks:
         self.validation_sets = validation_sets
         self.findings = Findings(accelerator, run)
         self.agreement = Agreement(self.findings, data_info, train_set, validation_sets)
-        self.forwards: set[int] = set()  # the first steps, of which one forward has been looked at
+        self.forwards: set[int] = set()  # the steps of which a forward has been checked
 
     def compare(self, model: nn.Module, *, is_resumed: bool) -> None:
-        """Compare samples, code and model, between ranks and with the start before."""
+        """Compare samples, code and model between ranks, and with the last start."""
         self.agreement.compare(model, is_resumed=is_resumed)
 
     def before_first_step(self, model: Any) -> None:
@@ -42,12 +42,12 @@ class Checks:
         check_sums(self.findings, model, self.train_set, self.validation_sets)
 
     def watch(self, model: Any) -> None:
-        """Watch the weights from here on, which are in place."""
+        """Watch the weights from here on; they are loaded."""
         self.ranks = EqualRanks(self.findings, model, self.accelerator)
         self.first_step = self.run.step
 
     def after_forward(self, step: int) -> None:
-        """Look at the first forward of each of the first two steps."""
+        """Check what the first forward of each of the first two steps has changed."""
         if step < self.first_step + 2 and step not in self.forwards:
             self.forwards.add(step)
             self.ranks.after_forward()

@@ -1,4 +1,4 @@
-"""What the log says: a line per record, and lines at the start and the end of a run."""
+"""Write the log: a line for each record, and lines at the start and the end of a run."""
 
 import logging
 import os
@@ -16,25 +16,25 @@ from ..run_folder import FINISHED_BEFORE, Run
 from ..words import format_metric, format_seconds, printable, processes, say, shortened
 
 logger = logging.getLogger(__name__)
-SAMPLE_CHARACTERS = 500  # of the text of the recipe
+SAMPLE_CHARACTERS = 500  # logged of the recipe's text
 
 
 def log_record(record: dict[str, Any], total_steps: int) -> None:
-    """Log a record of metrics.jsonl; filters of the logger find its kind in the entry."""
-    if line := line_of(record, total_steps):
+    """Log a record of metrics.jsonl; the entry has its kind, for filters of the logger."""
+    if line := format_record(record, total_steps):
         logger.info(line, extra={"kind": kind_of(record)})
 
 
-def line_of(record: dict[str, Any], total_steps: int) -> str:
-    """Return what a log says of a record; "" if that is said elsewhere."""
-    kind, step, says = kind_of(record), record["step"], ""
+def format_record(record: dict[str, Any], total_steps: int) -> str:
+    """Return the line of a record; "" if it is logged elsewhere."""
+    kind, step, text = kind_of(record), record["step"], ""
     if kind == "interval":
-        parts = numbers(record, total_steps)
+        parts = format_interval(record, total_steps)
         if norm := record["gradient_norm"]:
             parts.append(f"gradient norm {norm:.4g}")
         if "epoch" in record:  # a stream has none
             parts.append(f"epoch {round(record['epoch'], 2)}")
-        says = ", ".join([*parts, f"{format_seconds(record['elapsed_seconds'])} elapsed"])
+        text = ", ".join([*parts, f"{format_seconds(record['elapsed_seconds'])} elapsed"])
     elif kind == "evaluation":
         parts = [
             f"{printable(name)} {format_metric(value)}"
@@ -42,20 +42,20 @@ def line_of(record: dict[str, Any], total_steps: int) -> str:
             if "/" in name  # <set>/<metric>
         ]
         parts += ["the best so far"] if record["is_best"] else []
-        says = ", ".join([*parts, f"in {record['seconds']:.3g} s"])
+        text = ", ".join([*parts, f"in {record['seconds']:.3g} s"])
         lines = shortened(record.get("sample", ""), SAMPLE_CHARACTERS).splitlines()
-        says += "".join(f"\n  {printable(line)}" for line in lines)
+        text += "".join(f"\n  {printable(line)}" for line in lines)
     elif kind == "checkpoint":
-        says = f"a save, for which training waited {record['seconds']:.2g} s"
-    return f"step {step} of {total_steps}: {says}" if says else ""
+        text = f"a save, for which training waited {record['seconds']:.2g} s"
+    return f"step {step} of {total_steps}: {text}" if text else ""
 
 
-def numbers(interval: dict[str, Any], total_steps: int) -> list[str]:
-    """Return what is said of an interval: loss, time left, rate, speed, MFU, data wait, skipped."""
+def format_interval(interval: dict[str, Any], total_steps: int) -> list[str]:
+    """Return the parts of an interval's line: loss, time left, rate, speed, MFU, data, skipped."""
     loss, skipped = interval["loss"], interval["skipped_steps"]
     parts = ["loss not finite" if loss is None else f"loss {loss:#.4g}".removesuffix(".")]
     if "step_seconds" in interval:
-        left = (total_steps - interval["step"]) * interval["step_seconds"]  # at its speed
+        left = (total_steps - interval["step"]) * interval["step_seconds"]  # at this speed
         parts.append(f"{format_seconds(left)} left")
     parts.append(f"lr {interval['learning_rate']:.1e}")
     if rate := interval.get("items_per_second"):
@@ -88,14 +88,14 @@ def log_start(
     logger.info(f"{layout}; {run.total_steps:,} steps; {size:,} parameters{part}")
     if layout.is_uneven and not run.config.batches.micro_batch_size:
         logger.info(
-            "dropout, BatchNorm and losses that compare samples follow from how the global batch is"
-            " divided; with a batches.micro_batch_size, any number of processes gives the same"
+            "dropout, BatchNorm and losses that compare samples depend on how the global batch is"
+            " divided; with batches.micro_batch_size set, any number of processes gives the same"
         )
     logger.info(f"resumed from {resume_from}" if resume_from else "starting at step 0")
 
 
 def log_finished(run: Run, *, before: bool = False) -> None:
-    """Log the result of a run, of an earlier start or now, unless the launcher shows it."""
+    """Log the result of a run, from an earlier start or now, unless the launcher shows it."""
     if before:
         done, asked = run.status().step, run.total_steps
         length = f"finished: {done} steps, you asked for {asked}; " if done > asked else ""

@@ -1,4 +1,4 @@
-"""Measure how fast a run is: speed and MFU, and what ranks differ in."""
+"""Measure how fast a run is: its speed and MFU, and how its ranks differ."""
 
 import math
 import re
@@ -30,7 +30,7 @@ PAUSES = ("evaluation", "saving")
 
 
 class Performance:
-    """What interval records say of the speed, of pauses, of data and of all ranks."""
+    """Measure speed, pauses, waits for data, and all ranks, for the records of intervals."""
 
     def __init__(
         self, run: Run, accelerator: Accelerator, layout: BatchLayout, model: nn.Module
@@ -51,18 +51,18 @@ class Performance:
         is_recomputed = False
         is_recomputed |= blocks_are_recomputed(model)
         self.throughput = Throughput(accelerator, run.config, layout, model)
-        # compiled kernels are not operators that are counted, and recomputed ones would count twice
+        # compiled kernels are not counted as operators, and recomputed operators would count twice
         self.throughput.is_counted |= self.is_compiled or is_recomputed
-        # of steps that have ended and are not observed yet, since their numbers come one step
-        # later: the clock, and the wait for data
+        # for steps that have ended but are not observed yet, since their numbers come one step
+        # later: the time of the end, and the wait for data
         self.ended: dict[int, tuple[float, float]] = {}
         self.data_seconds = 0.0  # of the current step
         self.reports: RankReports | None = None  # of an interval that is not written yet
-        self.clock = time.perf_counter()  # when an interval would end now
+        self.clock = time.perf_counter()  # the end of the interval, if it ended now
         self._begin_interval()
 
     def write(self, record: dict[str, Any]) -> None:
-        """Begin with the record of the start: on rank 0, trackers may take seconds before it."""
+        """Begin the first interval with the start's record: trackers may take seconds before it."""
         if kind_of(record) == "start":
             self.interval_began = time.perf_counter()
 
@@ -74,17 +74,21 @@ class Performance:
             if not self.throughput.is_counted and self.is_main:
                 self.throughput.begin_counting()
             yield batch
-            self.throughput.end_counting()  # with accumulation: of the first micro-batch
+            self.throughput.end_counting()  # with accumulation: after the first micro-batch
             began = time.perf_counter()
 
     def step_ended(self, step: int) -> None:
-        """Note when a step ended; step: steps done."""
+        """Note when a step ended.
+
+        Args:
+            step: steps done.
+        """
         self.ended[step] = time.perf_counter(), self.data_seconds
         self.data_seconds = 0.0
 
-    def resume(self, what: str, seconds: float) -> None:
+    def resume(self, kind: str, seconds: float) -> None:
         """Leave the time of an evaluation or a save out of the throughput."""
-        self.interval_seconds[what] += seconds
+        self.interval_seconds[kind] += seconds
         self.clock = time.perf_counter()
 
     def observe(self, report: StepReport) -> None:
@@ -104,12 +108,12 @@ class Performance:
         self.interval_began = self.clock
         self.interval_steps = 0  # of this process
         self.interval_items = 0.0  # of all ranks
-        self.interval_own_seconds = 0.0  # until this rank needed the others
+        self.interval_own_seconds = 0.0  # before this rank needed the others
         self.interval_seconds: dict[str, float] = dict.fromkeys(("data", *PAUSES), 0.0)
         self.compilations_before = compilations() if self.is_compiled else 0
 
     def end_interval(self) -> dict[str, Any]:
-        """Return this rank's fields; begin to gather those of all ranks, and the next interval."""
+        """Return this rank's fields; begin to gather those of all ranks, and a new interval."""
         steps, seconds = self.interval_steps, self.interval_seconds
         whole = self.clock - self.interval_began
         without_pauses = whole - sum(seconds[name] for name in PAUSES)
@@ -123,14 +127,14 @@ class Performance:
         return fields
 
     def gathered(self) -> dict[str, Any]:
-        """Wait for what the other ranks report of the interval that has ended; return its fields.
+        """Wait for the other ranks' reports of the interval that has ended; return its fields.
 
-        They send it where this is called on all ranks.
+        Called on all ranks.
         """
         return self.reports.summarize(self.run.hosts) if self.reports else {}
 
     def of_run(self) -> dict[str, float]:
-        """Return what the status of a finished run says of its speed."""
+        """Return what the status of a finished run has about its speed."""
         return self.throughput.of_run()
 
 
@@ -142,8 +146,8 @@ def compilations() -> int:
 
 
 # ---- speed ---------------------------------------------------------------------------------------
-# Peak TFLOP/s of a device without sparsity, from the makers' data sheets: 16 bit (bf16; fp16 where
-# there is no bf16), TF32, float32. The first whose name is a word of the device's name decides.
+# Peak TFLOP/s of a device without sparsity, from the makers' data sheets: 16 bit (bf16, or fp16 if
+# there is no bf16), TF32, float32. The first whose name is a word of the device's name is taken.
 PEAK_TFLOPS = {
     "B200": (2250, 1125, 75),
     "GB200": (2500, 1250, 80),
@@ -173,7 +177,7 @@ PEAK_TFLOPS = {
 
 
 def peak_tflops(device: Any, precision: str, *, tf32: bool) -> float | None:
-    """Return the peak TFLOP/s of a GPU by its name; None for one that is not known.
+    """Return the peak TFLOP/s of a GPU by its name; None for an unknown one.
 
     Args:
         device: a torch.device.
@@ -192,7 +196,7 @@ def peak_tflops(device: Any, precision: str, *, tf32: bool) -> float | None:
 
 
 class Throughput:
-    """How fast an interval was: in samples, in items of the loss, and of the device's peak."""
+    """Compute the speed of intervals: samples and loss items per second, and the MFU."""
 
     def __init__(
         self,
@@ -215,7 +219,7 @@ class Throughput:
         self.peak_tflops = config.telemetry.peak_tflops or peak_tflops(
             accelerator.device, accelerator.mixed_precision, tf32=config.tf32
         )
-        self.flops_per_sample = self.flops_per_item = 0.0  # one of them is known, or none
+        self.flops_per_sample = self.flops_per_item = 0.0  # at most one is not 0
         if flops_per_item := optional(config.recipe, "flops_per_item"):
             wrapped = next(m for m in model.modules() if isinstance(m, RecipeModule))
             self.flops_per_item = float(flops_per_item(wrapped.model))
@@ -263,16 +267,16 @@ class Throughput:
 
 # ---- all ranks -----------------------------------------------------------------------------------
 class RankReports:
-    """What all ranks report of an interval, on its way to each of them."""
+    """Gather the numbers that each rank reports about an interval, on all ranks."""
 
     def __init__(
         self, own_seconds: float, data_seconds: float, world_size: int, device: torch.device
     ) -> None:
-        """Start to gather; on a GPU nothing waits for the device.
+        """Start to gather; the host does not wait for a GPU.
 
         Args:
             own_seconds: of this rank, per step, until it needs the other ranks.
-            data_seconds: of these, the wait for data.
+            data_seconds: the part of these that it waits for data.
             world_size: the number of ranks.
             device: of this rank.
         """
@@ -289,7 +293,7 @@ class RankReports:
         self.copy = HostCopy(everywhere)
 
     def summarize(self, hosts: list[str]) -> dict[str, Any]:
-        """Wait for the reports; return the fields of a record that tell of all ranks.
+        """Wait for the reports; return the fields of a record about all ranks.
 
         Args:
             hosts: by rank.
@@ -312,10 +316,10 @@ class RankReports:
 
 
 def gpu_utilization(device: torch.device) -> float:
-    """Return the percentage of the last moments in which a kernel ran; NaN where not known."""
+    """Return the percentage of the last moments in which a kernel ran; NaN if unknown."""
     try:
         return float(torch.cuda.utilization(device)) if device.type == "cuda" else math.nan
-    except Exception:  # no NVML, a part of a GPU (MIG), or one that has fallen off the bus
+    except Exception:  # no NVML, a part of a GPU (MIG), or a GPU that has fallen off the bus
         return math.nan
 
 

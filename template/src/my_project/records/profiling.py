@@ -27,7 +27,7 @@ OPERATORS = 15  # in the table
 
 
 class Profiler:
-    """The profile of a rank, if it is one of profile.ranks."""
+    """Profile this rank, if it is one of profile.ranks."""
 
     def __init__(self, run: Run, accelerator: Accelerator, *_: Any) -> None:
         self.run = run
@@ -47,7 +47,7 @@ class Profiler:
         yield from batches
 
     def _begin(self, step: int) -> None:
-        """Begin at this number of steps done: before the first step, or where a run continues."""
+        """Begin after this many steps: 0, or where the run continues."""
         config = self.run.config.profile
         first, self.last = config.window or (0, 0)
         self.first = max(first, step + 1)
@@ -60,24 +60,24 @@ class Profiler:
         on_gpu = [ProfilerActivity.CUDA] if self.device.type == "cuda" else []
         self.profile = torch.profiler.profile(
             activities=[ProfilerActivity.CPU, *on_gpu],
-            # of steps numbered from 1; torch asks for 0 before it knows the number
+            # steps are numbered from 1; torch asks for 0 before it knows the number
             schedule=lambda number: plan(max(number, step + 1)),
             on_trace_ready=self._write,
             with_stack=config.with_stack,
-            acc_events=True,  # there is one cycle; without it torch 2.10 warns of others
+            acc_events=True,  # changes nothing for one cycle, but torch 2.10 warns without it
         )
         self.profile.step_num = step + 1
         self._try(self.profile.start)
 
     def step_ended(self, step: int) -> None:
-        """Note that so many steps are done; called after every step."""
+        """Note that this many steps are done; called after every step."""
         if step == self.last:
             self.stop()
         elif self.profile:
             self._try(self.profile.step)
 
     def stop(self) -> None:
-        """End, and write what there is; a run that fails or is stopped may be in any step."""
+        """End, and write what was recorded; a run may fail or be stopped in any step."""
         profile, self.profile = self.profile, None
         if profile:
             self._try(profile.stop)
@@ -85,7 +85,7 @@ class Profiler:
     def _try(self, action: Callable[[], None]) -> None:
         try:
             action()
-        except Exception as error:  # whatever it is, training is worth more
+        except Exception as error:  # of any kind: it must not end training
             logger.warning("%s lacks the profile of rank %d: %s", self.folder, self.run.rank, error)
             self.profile = None
 
@@ -95,7 +95,7 @@ class Profiler:
         self.folder.mkdir(parents=True, exist_ok=True)
         path = self.folder / f"rank_{self.run.rank:05d}_steps_{self.first}_{last}"
         for name in (f"{path}.json.gz", f"{path}.txt"):
-            discard(Path(name))  # of an earlier start, or an untrusted link
+            discard(Path(name))  # from an earlier start, or an untrusted link
         profile.export_chrome_trace(f"{path}.json.gz")
         table = profile.key_averages().table(
             sort_by=f"self_{self.device.type}_time_total",

@@ -3,20 +3,20 @@
 It only records; state.py and the loop decide. docs/run-folder.md describes the records. A start
 drops those that are newer than its checkpoint; while a run goes on, lines are only appended.
 
-An output is what hangs on the recorder. It has __init__(run, accelerator, layout, model), and of
-these methods those that it needs; only rank 0 calls start and write:
+An output gets all that is recorded. It has __init__(run, accelerator, layout, model), and those
+of these methods that it needs; start and write are called only on rank 0:
 
-    check(config)               of the class: refuse settings, before anything is written
-    start(step, newest)         before the first record; `newest` is that of RecordFile
+    check(config)               a static method: refuse settings, before anything is written
+    start(step, newest)         before the first record; for `newest` see RecordFile
     wrap_batches(batches)       return the micro-batches of all steps; called once
-    step_ended(step)            so many steps are done
+    step_ended(step)            this many steps are done
     observe(report)             the numbers of a step, after the next step or before a pause
     end_interval()              return fields of the record of an interval; it may begin to gather
     gathered()                  return more fields, when all ranks have made another step or wait
-    pause(what)                 training waits for "evaluation" or "saving"
-    resume(what, seconds)       for which it has waited so long
-    write(record)               as it is in metrics.jsonl
-    of_run()                    return what the status of a finished run says of it
+    pause(kind)                 training waits for "evaluation" or "saving"
+    resume(kind, seconds)       training has waited this long for it
+    write(record)               a record, as it is in metrics.jsonl
+    of_run()                    return fields for the status of a finished run
     stop()                      no step follows, but records may
     failed()                    an exception ends the run
     close()                     in reverse order
@@ -96,7 +96,7 @@ class Recorder:
             accelerator: this process's Accelerator.
             run: the run folder.
             layout: the global batch's division.
-            state: the sums since the last record are part of the checkpoint.
+            state: has the sums since the last record, which are part of the checkpoint.
             model: prepared.
         """
         self.run = run
@@ -142,29 +142,29 @@ class Recorder:
             call(reversed(self.outputs), "close")
 
     def write(self, record: dict[str, Any]) -> None:
-        """Write a record everywhere, on rank 0, with what all records have."""
+        """Write a record everywhere, on rank 0, with the fields that all records have."""
         if not self.is_main:
             return
         step = record.get("step", self.state.step)
-        about = {"kind": record["kind"], "step": step}
+        common = {"kind": record["kind"], "step": step}
         if self.steps_per_epoch:
-            about["epoch"] = round(step / self.steps_per_epoch, 4)
-        written = self.file.append(about | record)
+            common["epoch"] = round(step / self.steps_per_epoch, 4)
+        written = self.file.append(common | record)
         call(self.outputs, "write", written)
         log_record(written, self.run.total_steps)
 
-    def write_evaluation(self, results: dict[str, float], **more: Any) -> None:
+    def write_evaluation(self, results: dict[str, float], **samples: Any) -> None:
         """Record the results of the evaluation that was the last pause."""
-        if results or more:  # there may be no validation set
+        if results or samples:  # there may be no validation set
             is_best = self.state.best is not None and self.state.best_step == self.state.step
-            about = rounded({"seconds": self.last_pause}) | {"is_best": is_best}
-            self.write({"kind": "evaluation"} | about | results | more)
+            fields = rounded({"seconds": self.last_pause}) | {"is_best": is_best}
+            self.write({"kind": "evaluation"} | fields | results | samples)
         if self.last and self.state.end_reason(self.run):  # early stopping
             self._end_interval(self.last)
             self._write_pending()
 
     def of_run(self) -> dict[str, float]:
-        """Return what the status of a finished run says of the whole run, besides its results."""
+        """Return what the status of a finished run has about the whole run, besides results."""
         return self._fields("of_run")
 
     # ---- the step --------------------------------------------------------------------------------
@@ -176,7 +176,7 @@ class Recorder:
         return iter(batches)
 
     def step_ended(self, step: int) -> None:
-        """Note that a step ended; its numbers come after the next one or before a save.
+        """Note that a step ended; its numbers come after the next step or before a pause.
 
         Args:
             step: counted from 0.
@@ -186,22 +186,22 @@ class Recorder:
             self.run.first_step_ended(step)
 
     @contextmanager
-    def paused(self, what: str) -> Iterator[None]:
+    def paused(self, kind: str) -> Iterator[None]:
         """Measure an evaluation or a save ("evaluation", "saving"), and record a save."""
         self._write_pending()
-        call(self.outputs, "pause", what)
+        call(self.outputs, "pause", kind)
         start = time.perf_counter()
         yield
         self.last_pause = time.perf_counter() - start
         self.run.paused_seconds += self.last_pause
-        if what == "saving":
+        if kind == "saving":
             self.write({"kind": "checkpoint"} | rounded({"seconds": self.last_pause}))
-        call(self.outputs, "resume", what, self.last_pause)
+        call(self.outputs, "resume", kind, self.last_pause)
 
     # ---- the interval ----------------------------------------------------------------------------
     def observe(self, report: StepReport) -> None:
         """Count a finished step, and record the interval that ends with it."""
-        if self.pending or self.run.notes:  # at few steps
+        if self.pending or self.run.notes:  # rarely so
             self._write_pending()
         self.last = report
         self.rate = learning_rate(
@@ -215,7 +215,7 @@ class Recorder:
                 self._write_pending()
 
     def _end_interval(self, report: StepReport) -> None:
-        """Begin the record of an interval, which is written with the other ranks' part.
+        """Begin the record of an interval, which is written once the other ranks' part is there.
 
         Args:
             report: of its last step.
@@ -234,7 +234,7 @@ class Recorder:
             "gradient_norm": report.grad_norm,
             **rounded(self._fields("end_interval")),
         }
-        gc.collect()  # after the same step on all ranks, since a rank that pauses delays all
+        gc.collect()  # after the same step on all ranks: a rank that pauses delays all others
         self.last = None
         state.begin_interval()
 
@@ -242,7 +242,7 @@ class Recorder:
         """Write the record that waits for the reports of the other ranks, and the run's notes.
 
         Args:
-            wait: for their reports, which they send where this is called on all ranks.
+            wait: whether to wait for these reports; this is then called on all ranks.
         """
         if self.pending:
             record, self.pending = self.pending, None
@@ -253,34 +253,34 @@ class Recorder:
             self.write(self.run.notes.pop(0))
 
     def _fields(self, name: str) -> dict[str, Any]:
-        """Return the fields that a method of the outputs returns."""
+        """Return the fields that a method of all outputs returns, together."""
         return {k: value for fields in call(self.outputs, name) for k, value in fields.items()}
 
 
 # ---- metrics.jsonl -------------------------------------------------------------------------------
 class RecordFile:
-    """The records of a run on the disk; a full disk does not end the run."""
+    """Write the records of a run to disk; a full disk does not end the run."""
 
     def __init__(self, run: Run) -> None:
         self.run = run
         self.path = run.folder / "metrics.jsonl"
         self.unwritten = b""  # lines that a full disk has not taken yet
         self.elapsed_before = 0.0  # seconds in earlier starts of the run
-        self.newest: dict[str, int] = {}  # of an earlier start: the last step of each kind
+        self.newest: dict[str, int] = {}  # by kind: the step of the last record before this start
 
     def drop_newer(self, state: TrainState) -> None:
         """Drop the records that are newer than the state, and a last line that a kill has cut.
 
-        Only the end of the file is read and written; with other damage there it is kept aside.
+        Only the end of the file is read and written; if that has other damage, a copy is kept.
         """
         if not os.path.lexists(self.path):
             return
-        again = {"numerics"}  # of the state's step this start writes these kinds again
+        again = {"numerics"}  # kinds that this start writes again for the state's step
         if state.evaluated_step != state.step:
             again.add("evaluation")
         is_damaged = False
-        kept: list[bytes] = []  # of the state's step, the last one first
-        size = 0  # of what is older
+        kept: list[bytes] = []  # lines of the state's step, the last one first
+        size = 0  # of the older lines
         with writing(self.run.folder):
             for at, line, record in each_record_backward(self.path):
                 if not record:
@@ -300,7 +300,7 @@ class RecordFile:
             if is_damaged:
                 aside = unused_name(self.path, "damaged")
                 shutil.copyfile(self.path, aside)
-                logger.warning("%s has damaged lines: kept aside as %s", self.path, aside.name)
+                logger.warning("%s has damaged lines: a copy is %s", self.path, aside.name)
             with open_own(self.path, "rb+") as file:
                 file.seek(size)
                 file.writelines(reversed(kept))
@@ -315,7 +315,7 @@ class RecordFile:
         now = {"elapsed_seconds": round(elapsed, 3), "time": round(time.time(), 3)}
         record = finite(record | now)
         if not self.run.is_current:
-            return record  # the file is that of another launch, and the next save ends this one
+            return record  # the file is another launch's, and the next save ends this launch
         self.unwritten += json.dumps(record, allow_nan=False).encode() + b"\n"
         size: int | None = None
         try:
@@ -332,7 +332,7 @@ class RecordFile:
 
 
 def rounded(fields: dict[str, Any]) -> dict[str, Any]:
-    """Round what was measured to four digits: a long run has hundreds of thousands of records."""
+    """Round measurements to four digits, since a long run has hundreds of thousands of records."""
     return {
         name: float(f"{value:.4g}") if isinstance(value, float) else value
         for name, value in fields.items()

@@ -1,8 +1,8 @@
-"""Answers of the recipe at each evaluation: `predict_samples` for a few validation samples.
+"""Show the recipe's answers at each evaluation: `predict_samples` for some validation samples.
 
 <run folder>/samples/step_00000110/ holds answers.txt and what the recipe has written, such as
-pictures. What fails here is a warning, unless the model is sharded: then the other ranks would wait
-in a gather for the one that failed.
+pictures. An error here is only a warning, unless the model is sharded: then the other ranks would
+wait in a gather for the one that failed.
 """
 
 import logging
@@ -31,7 +31,7 @@ from ..run_folder import Run
 from ..words import rendered, short_path, shortened
 
 logger = logging.getLogger(__name__)
-KEPT = 3  # newest folders, so that a long run does not fill the disk
+KEPT = 3  # of the newest folders, so that a long run does not fill the disk
 MAX_CHARACTERS = 10_000  # of a text in the record; the file holds all of it
 IMAGES = {".png", ".jpg", ".jpeg", ".webp", ".gif", ".bmp"}
 
@@ -57,18 +57,18 @@ def show(
     data_info: dict[str, Any],
     validation_sets: dict[str, Any],
 ) -> dict[str, Any]:
-    """Let the recipe answer with the weights as they are; on every rank, after an evaluation.
+    """Let the recipe answer with the current weights. Called by every rank after an evaluation.
 
     Args:
         accelerator: this process's Accelerator.
         run: the run folder, at its step.
         model: prepared; called with a function of the plain model (contract.RecipeModule).
-        data_info: of prepare_data.
+        data_info: from prepare_data.
         validation_sets: by name; the samples are of the first.
 
     Returns:
-        On rank 0, where the recipe gives them: "sample", a text, and "pictures", paths relative to
-        the run folder. Elsewhere nothing.
+        On rank 0, if the recipe gives them: "sample", a text, and "pictures", paths relative to the
+        run folder. Otherwise nothing.
     """
     config, device = run.config, accelerator.device
     predict_samples = optional(config.recipe, "predict_samples")
@@ -84,8 +84,8 @@ def show(
             return {}
         with nullcontext() if is_sharded else reported():
             data = read(config, next(iter(validation_sets.values())), device)
-            seed_forward(config.seed, 0, 0, device)  # what is drawn at random stays the same
-            answer = model(predict_samples, data_info, data, Path(folder)) or ""  # files alone
+            seed_forward(config.seed, 0, 0, device)  # random numbers are the same each time
+            answer = model(predict_samples, data_info, data, Path(folder)) or ""  # "": only files
         if answer is not None and accelerator.is_main_process:
             with reported():
                 return keep(run, rendered(answer), Path(folder))
@@ -94,12 +94,12 @@ def show(
 
 @contextmanager
 def reported() -> Iterator[None]:
-    """Report an error in a line, with the line of code; training goes on."""
+    """Log an error in a line, with the line of code; training goes on."""
     try:
         yield
     except Exception as error:
-        at = own_frame(frames_of(error))
-        place = f" ({short_path(at.file)}, line {at.line})" if at else ""
+        frame = own_frame(frames_of(error))
+        place = f" ({short_path(frame.file)}, line {frame.line})" if frame else ""
         reason = " ".join(f"{type(error).__name__}: {error}".split())
         logger.warning("the samples of this evaluation are left out: %s%s", reason, place)
 
@@ -107,7 +107,7 @@ def reported() -> Iterator[None]:
 def read(config: Config, data: Any, device: torch.device) -> LoadedSubset:
     """Read samples onto a device as an evaluation does: in a loader worker, if there are any.
 
-    In this process the dataset may open a file, whose offset later workers would share.
+    In this process the dataset might open a file, whose offset later workers would share.
     """
     indices = evenly_spaced(data, config.evaluation.samples)
     fetch = Fetch(data, identity, config.seed, config.batches.seed_samples)
@@ -125,13 +125,13 @@ def keep(run: Run, answer: str, answers: Path) -> dict[str, Any]:
     if not answer and not files:
         return {}
     folder = run.folder / "samples" / f"step_{run.step:08d}"
-    discard(folder)  # of a start that has trained this step before
+    discard(folder)  # from a start that has trained this step before
     folder.mkdir(parents=True)
     (folder / "answers.txt").write_text(answer, encoding="utf-8")
     for path in files:
         shutil.copyfile(path, folder / path.name)
     folders = sorted(folder.parent.glob("step_????????"))
-    done = [path for path in folders if path.name <= folder.name]  # later steps are not done
+    done = [path for path in folders if path.name <= folder.name]  # later ones will be replaced
     for path in {*folders} - {*done[-KEPT:]}:
         shutil.rmtree(path)
     shown: dict[str, Any] = {"sample": shortened(answer, MAX_CHARACTERS)} if answer else {}

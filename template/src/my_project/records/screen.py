@@ -1,4 +1,4 @@
-"""What a run shows on a terminal: a bar below the lines of the log.
+"""Show a run on a terminal: a bar below the lines of the log.
 
     step 196/330 [###########         ] 59%  loss 0.4312  52 s left  lr 9.1e-03  3,021 samples/s
 
@@ -23,7 +23,7 @@ SECONDS_PER_DRAWING = 0.25
 
 
 class Screen:
-    """The bar on the last line of a terminal, which a line of the log erases first."""
+    """A bar on the last line of a terminal; each line of the log erases it first."""
 
     def __init__(self, run: Run, *_: Any) -> None:
         self.total_steps = run.total_steps
@@ -34,7 +34,7 @@ class Screen:
         self.waits_for = ""
 
     def start(self, step: int, _: dict[str, int]) -> None:
-        """Begin after so many steps; draw the bar if this is a terminal."""
+        """Begin after this many steps; draw the bar if this is a terminal."""
         self.step = step
         self.is_terminal = can_redraw()
         log.logger.addFilter(self.is_shown)
@@ -49,11 +49,11 @@ class Screen:
         return True
 
     def is_shown(self, entry: logging.LogRecord) -> bool:
-        """Return whether a line stays above the bar: of records, only that of an evaluation.
+        """Return whether a line stays above the bar: of records, only an evaluation's does.
 
         The bar shows what the others say, and the log file still has their lines.
         """
-        kind = getattr(entry, "kind", None)  # None: not of a record
+        kind = getattr(entry, "kind", None)  # None: not a record's
         if not self.is_terminal or kind in (None, "evaluation"):
             return True
         if LOGS in os.environ:
@@ -67,19 +67,19 @@ class Screen:
         if self.is_terminal and time.monotonic() > self.drawn + SECONDS_PER_DRAWING:
             self._draw()
 
-    def pause(self, what: str) -> None:
+    def pause(self, kind: str) -> None:
         """Show what training waits for: evaluation, saving."""
-        self.waits_for = what
+        self.waits_for = kind
         self._draw()
 
-    def resume(self, _what: str, _seconds: float) -> None:
+    def resume(self, _kind: str, _seconds: float) -> None:
         """Show that training goes on."""
         self.pause("")
 
     def write(self, record: dict[str, Any]) -> None:
         """Keep what the bar shows of an interval."""
         if kind_of(record) == "interval":
-            self.numbers = log.numbers(record, self.total_steps)
+            self.numbers = log.format_interval(record, self.total_steps)
 
     def close(self) -> None:
         """Leave the bar on the screen as it is."""

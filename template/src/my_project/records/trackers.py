@@ -1,10 +1,10 @@
-"""The trackers of a run: accelerate's, by their names, each in a daemon thread with a queue.
+"""Log to accelerate's trackers, by their names, each in a daemon thread with a queue.
 
 An exception, a SystemExit, or a wait that releases Python's lock (the GIL) costs records in that
-tracker and nothing else. os._exit, or C code that keeps the lock, cannot be survived.
+tracker and nothing else. A run does not survive os._exit, or C code that keeps the lock.
 
-The project is the package (W&B: or WANDB_PROJECT). A resumed run goes on in TensorBoard and W&B,
-which get texts and pictures too; any other tracker gets a run for each start.
+The project is named after the package (for W&B, WANDB_PROJECT comes first). A resumed run goes on
+in TensorBoard and W&B, which get texts and pictures too; any other tracker gets a run per start.
 """
 
 import logging
@@ -31,22 +31,22 @@ from ..run_folder import Run
 
 logger = logging.getLogger(__name__)
 WITH_NUMBERS = {"interval", "evaluation", "checkpoint"}  # kinds of records
-LEFT_OUT = {"step", "elapsed_seconds", "time", "steps", "skipped", "slowest_rank"}  # of these
-START_SECONDS = 30.0  # before the first step: later, loader workers are forked beside its imports
+LEFT_OUT = {"step", "elapsed_seconds", "time", "steps", "skipped", "slowest_rank"}  # their fields
+START_SECONDS = 30.0  # before the first step: loader workers should not fork beside its imports
 FINISH_SECONDS = 30.0
-FAILED_SECONDS = 2.0  # the same where the run has failed: other ranks wait for the report of why
-MOST_WAITING = 10_000  # records
-WITH_SAMPLES = {"tensorboard", "wandb"}  # take texts and pictures
+FAILED_SECONDS = 2.0  # to finish if the run has failed: other ranks wait for the report of why
+MAX_WAITING = 10_000  # records
+WITH_SAMPLES = {"tensorboard", "wandb"}  # trackers that take texts and pictures
 
 
 class TrackerThread(threading.Thread):
-    """A thread that opens a tracker, and then calls it as it is told to, in that order."""
+    """A thread that opens a tracker, and then calls the functions in its queue with it."""
 
     def __init__(self, name: str, open_tracker: Callable[[], Any]) -> None:
         super().__init__(name=name, daemon=True)
         self.open_tracker = open_tracker
-        self.queue: queue.Queue[tuple[str, Callable[[Any], Any]]] = queue.Queue(MOST_WAITING)
-        self.is_open = threading.Event()  # or has failed
+        self.queue: queue.Queue[tuple[str, Callable[[Any], Any]]] = queue.Queue(MAX_WAITING)
+        self.is_open = threading.Event()  # set, too, once it has failed
         self.start()
 
     def put(self, action: str, function: Callable[[Any], Any]) -> None:
@@ -55,10 +55,10 @@ class TrackerThread(threading.Thread):
             try:
                 self.queue.put_nowait((action, function))
             except queue.Full:
-                report(self.name, action, f"{MOST_WAITING} records wait for it", "loses this one")
+                report(self.name, action, f"{MAX_WAITING} records wait for it", "loses this one")
 
     def run(self) -> None:
-        """Work until the tracker is finished or has failed."""
+        """Work until the tracker has finished or failed."""
         action = "start"
         try:
             tracker = self.open_tracker()
@@ -66,7 +66,7 @@ class TrackerThread(threading.Thread):
             while action != "finish":
                 action, function = self.queue.get()
                 function(tracker)
-        except BaseException as error:  # SystemExit, too, ends this thread alone
+        except BaseException as error:  # even SystemExit ends only this thread
             report(self.name, action, error)
         finally:
             self.is_open.set()
@@ -97,14 +97,14 @@ class Trackers:
         Args:
             step: steps done; a resumed run continues the same curves.
             logged: by kind, the step of the newest record that an earlier start has logged. A
-                killed run repeats steps, of which W&B already holds the values.
+                killed run repeats steps whose values W&B already has.
         """
         self.logged = logged
         for name in self.run.config.telemetry.trackers:
             self.threads.append(TrackerThread(name, partial(self._open, name, step)))
-        until = time.monotonic() + START_SECONDS
+        deadline = time.monotonic() + START_SECONDS
         for thread in self.threads:
-            if not thread.is_open.wait(max(0.0, until - time.monotonic())):
+            if not thread.is_open.wait(max(0.0, deadline - time.monotonic())):
                 report(thread.name, "start", f"{START_SECONDS:.0f} s", "is waited for no longer")
         for link in [*self.run.trackers.values()]:  # a late tracker may add one
             logger.info(link)
@@ -117,7 +117,7 @@ class Trackers:
             tracker = kind(config.run_name, *where, purge_step=step + 1)
             tracker.start()
             # store_init_configuration would open another file, which is shown as another run
-            tracker.log({"config": indent(to_yaml(config), "    ")}, step=step)  # as it stands
+            tracker.log({"config": indent(to_yaml(config), "    ")}, step=step)  # literal Markdown
             self.run.trackers[name] = f"tensorboard --logdir {config.runs_folder}"
             return tracker
         project = __name__.partition(".")[0]
@@ -126,7 +126,7 @@ class Trackers:
             project = os.environ.get("WANDB_PROJECT") or project
             folder = os.environ.get("WANDB_DIR") or str(Path(config.runs_folder).absolute())
             options = {"name": config.run_name, "id": self.run.id, "resume": "allow", "dir": folder}
-        if name == "mlflow":  # which would write into the current folder
+        if name == "mlflow":  # by default it would write into the current folder
             folder = Path(config.runs_folder).absolute()
             os.environ.setdefault("MLFLOW_TRACKING_URI", f"sqlite:///{folder}/mlflow.db")
             options = {"run_name": config.run_name, "logging_dir": str(folder / "mlartifacts")}
@@ -143,7 +143,7 @@ class Trackers:
     def write(self, record: dict[str, Any]) -> None:
         """Log the numbers of a record, and its text and pictures."""
         kind, step = record["kind"], record["step"]
-        values = values_of(record)
+        values = tracked_values(record)
         text = record.get("sample")
         pictures = [self.run.folder / path for path in record.get("pictures") or ()]
         for thread in self.threads:
@@ -164,9 +164,9 @@ class Trackers:
         seconds = self.finish_seconds
         for thread in self.threads:
             thread.put("finish", lambda tracker: tracker.finish())
-        until = time.monotonic() + seconds
+        deadline = time.monotonic() + seconds
         for thread in self.threads:
-            thread.join(max(0.0, until - time.monotonic()))
+            thread.join(max(0.0, deadline - time.monotonic()))
             if thread.is_alive():
                 report(thread.name, "finish", f"{seconds:.0f} s", "is left; it may lack records")
 
@@ -174,15 +174,15 @@ class Trackers:
 def report(
     tracker: str, action: str, reason: BaseException | str, effect: str = "is disabled"
 ) -> None:
-    """Log in one line which tracker failed; of one that is too slow, what was exceeded."""
+    """Log in one line which tracker failed and why; for a slow one, the limit it exceeded."""
     text = reason if isinstance(reason, str) else f"{type(reason).__name__}: {reason}"
-    said = " ".join(text.split())
-    logger.error("tracker %s could not %s and %s: %s", tracker, action, effect, said)
+    text = " ".join(text.split())
+    logger.error("tracker %s could not %s and %s: %s", tracker, action, effect, text)
 
 
 # ---- what is logged ------------------------------------------------------------------------------
-def values_of(record: dict[str, Any]) -> dict[str, int | float]:
-    """Return the numbers of a record by their tags: train/, perf/, or as the recipe named them."""
+def tracked_values(record: dict[str, Any]) -> dict[str, int | float]:
+    """Return the numbers of a record by tag: train/, perf/, or the name that the recipe gave."""
     values: dict[str, int | float] = {}
     if record["kind"] not in WITH_NUMBERS:
         return values
@@ -196,7 +196,7 @@ def values_of(record: dict[str, Any]) -> dict[str, int | float]:
 
 
 def log_values(tracker: Any, values: dict[str, int | float], step: int) -> None:
-    """Log numbers; to TensorBoard as one event, which takes a fifth of the time of one for each."""
+    """Log numbers; to TensorBoard as one event, which takes a fifth of the time of one each."""
     if tracker.name != "tensorboard":
         tracker.log({**values}, step=step)
         return
@@ -207,14 +207,14 @@ def log_values(tracker: Any, values: dict[str, int | float], step: int) -> None:
 
 
 def show(tracker: Any, text: str | None, pictures: list[Path], step: int) -> None:
-    """Log a text of several lines as it stands, and pictures by the names of their files."""
+    """Log a text with its line breaks, and pictures by the names of their files."""
     is_wandb = tracker.name == "wandb"
     try:
         if text and is_wandb:
             page = f"<pre style='white-space: pre-wrap'>{escape(text)}</pre>"
             html = import_module("wandb").Html(page, inject=False)
             tracker.log({"samples/text": html}, step=step)
-        elif text:  # Markdown, in which an indented text is literal
+        elif text:  # in Markdown, indented text is literal
             tracker.log({"samples/text": indent(text, "    ")}, step=step)
         for path in pictures:
             picture = np.asarray(import_module("PIL.Image").open(path).convert("RGB"))

@@ -54,16 +54,16 @@ IN_URL = re.compile(r"(?<=://)(?!git@)(?:[^/\s?#:@]*:(?!:|\d{1,5}[/?#])\S{0,300}
 @cache
 def is_secret(name: str) -> bool:
     """Return whether a setting, option or variable of this name is a secret."""
-    name = _words(name)
+    name = _snake_case(name)
     return bool(SECRET_END.search(name)) and not SPECIAL_TOKEN_END.search(name)
 
 
 def is_masked(name: str) -> bool:
     """Return whether the value of this name is masked in text."""
-    return is_secret(name) or bool(MASKED_END.search(_words(name)))
+    return is_secret(name) or bool(MASKED_END.search(_snake_case(name)))
 
 
-def _words(name: str) -> str:
+def _snake_case(name: str) -> str:
     """Return a name in snake_case, without a number at the end."""
     words = re.findall("[a-z0-9]+", re.sub("(?<=[a-z])(?=[A-Z])", "_", name).lower())
     return "_".join(words).rstrip("_0123456789")
@@ -76,7 +76,7 @@ def mask(text: str) -> str:
 
 def mask_unnamed(text: str) -> str:
     """Mask secrets that need no name: known values, bearer tokens, credentials in URLs."""
-    for value in sorted(_known(), key=len, reverse=True):
+    for value in sorted(_known_secrets(), key=len, reverse=True):
         text = text.replace(value, MASK)
     return IN_URL.sub(MASK, BEARER.sub(MASK, text))
 
@@ -101,26 +101,26 @@ def mask_command(arguments: Iterable[str]) -> list[str]:
     return masked
 
 
-def _mask_value(found: re.Match[str]) -> str:
-    return found["name"] + found["sign"] + MASK if is_masked(found["name"]) else found[0]
+def _mask_value(match: re.Match[str]) -> str:
+    return match["name"] + match["sign"] + MASK if is_masked(match["name"]) else match[0]
 
 
-def _known() -> Iterator[str]:
+def _known_secrets() -> Iterator[str]:
     """Yield the secrets in the environment."""
-    for name in os.environ:  # items() would decode each value, at each line of a log
+    for name in os.environ:  # items() would decode each value, for each line of a log
         if is_secret(name) and len(value := os.environ[name]) >= 8:
             yield value
 
 
 class MaskedFormatter(logging.Formatter):
-    """A log formatter that masks secrets, and what would control a terminal."""
+    """A log formatter that masks secrets and characters that control a terminal."""
 
     def format(self, record: logging.LogRecord) -> str:
         """Return a record as masked text."""
         return printable(mask(super().format(record)), keep="\n\t")
 
 
-def secrets_in(settings: Any, name: str = "", of: str = "") -> Iterator[str]:
+def secrets_in(settings: Any, name: str = "", secret: str = "") -> Iterator[str]:
     """Yield the dotted names of the settings that hold a secret.
 
     Secrets are the strings and bytes under a secret's name, and numbers unless the name ends in
@@ -131,24 +131,24 @@ def secrets_in(settings: Any, name: str = "", of: str = "") -> Iterator[str]:
     Args:
         settings: a dataclass, or the value of a setting.
         name: the dotted name of the setting.
-        of: the innermost secret's name above the setting.
+        secret: the name of the innermost secret above the setting.
     """
-    of = name if is_secret(name) else of
-    is_token = _words(of).endswith(("token", "tokens", "secrets"))
+    secret = name if is_secret(name) else secret
+    is_token = _snake_case(secret).endswith(("token", "tokens", "secrets"))
     if dataclasses.is_dataclass(settings):
         settings = {f.name: getattr(settings, f.name) for f in dataclasses.fields(settings)}
     if isinstance(settings, dict):
         for key, value in settings.items():
-            yield from secrets_in(value, f"{name}.{key}" if name else str(key), of)
+            yield from secrets_in(value, f"{name}.{key}" if name else str(key), secret)
     elif isinstance(settings, (list, tuple, set, frozenset)):
         for value in settings:
-            yield from secrets_in(value, name, of)
+            yield from secrets_in(value, name, secret)
     else:
         text = settings if isinstance(settings, str) else ""
-        # numbers, too: their text is empty here
+        # true for numbers too, whose text is empty here
         is_special = not isinstance(settings, bytes) and re.fullmatch(r".{0,5}|[<\[].*[>\]]", text)
         is_value = settings and type(settings) in (str, bytes, int, float)
-        if (of and is_value and not (is_token and is_special)) or mask_unnamed(text) != text:
+        if (secret and is_value and not (is_token and is_special)) or mask_unnamed(text) != text:
             yield name
 
 

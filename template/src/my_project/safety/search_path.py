@@ -2,7 +2,7 @@
 
 `python -m` puts the current folder first on sys.path, which may be an untrusted run folder.
 So __main__.py calls this module before any other import, and it imports only modules
-that Python has imported already. It cannot protect the imports of `python -m` itself (such as
+that Python has already imported. It cannot protect the imports of `python -m` itself (such as
 contextlib.py or the package's name): `python -P -m` leaves the current folder out from the start.
 """
 
@@ -30,22 +30,22 @@ def is_inside(path: str, folder: str) -> bool:
 def leave_out_untrusted(command: str, arguments: list[str]) -> None:
     """Remove untrusted folders from sys.path, before a command of this package runs.
 
-    A command on the user's own config imports its recipe, from the current folder too. One on
-    weights does so only where this package is in that folder, which is then the user's project, or
-    where code is trusted by name, after all that is installed; and never from a folder of weights.
-    All others import nothing but this package and what is installed.
+    A command on the user's own config imports its recipe, from the current folder too. A command on
+    weights imports from the current folder only if this package is in it, which makes it the user's
+    project, or, after all that is installed, if code is trusted by name; and never from a folder of
+    weights. All other commands import only this package and what is installed.
     """
     if command in ON_OWN_CONFIG:
         return
-    here = os.path.realpath(".")
-    if command not in ON_WEIGHTS or not is_inside(__file__, here):
-        sys.path[:] = [entry for entry in sys.path if os.path.realpath(entry or ".") != here]
+    current = os.path.realpath(".")
+    if command not in ON_WEIGHTS or not is_inside(__file__, current):
+        sys.path[:] = [entry for entry in sys.path if os.path.realpath(entry or ".") != current]
         if command in ON_WEIGHTS and "--trust" in " ".join(arguments):
-            sys.path.append(here)
+            sys.path.append(current)
     for folder in [run_folder(argument) for argument in arguments if os.path.isdir(argument)]:
         sys.path[:] = [
             entry
             for entry in sys.path
-            # an environment in the project stays, of which `evaluate .` names the folder
+            # an environment in the project stays, even for `evaluate .`
             if is_inside(entry, os.path.realpath(sys.prefix)) or not is_inside(entry or ".", folder)
         ]

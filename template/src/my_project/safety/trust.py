@@ -1,8 +1,7 @@
 """Read the config.yaml beside untrusted weights without importing classes that are not trusted.
 
 Weights are data, but the config.yaml beside them names classes, and importing a class runs code. So
-commands.py reads only the recipe and a few numbers from the file, and jsonargparse imports nothing
-but:
+commands.py reads only the recipe and a few numbers from the file, and jsonargparse imports only:
 
 - the recipe's class and other dataclasses, if this package defines them; what the recipe's module
   defines;
@@ -11,7 +10,7 @@ but:
 - what --trust names.
 
 Files in the folder of the weights do not belong to this project and are never imported.
-train.py imports all that its user's config names.
+train.py imports everything that the user's config names.
 """
 
 import pkgutil
@@ -53,8 +52,8 @@ def read_config(path: Path, trusted: Iterable[str] = (), given: Path | None = No
         ConfigError: the file names a class that is not trusted, or is not a config.
     """
     saved = read_yaml(path)
-    settings: dict[str, Any] = {"steps": 1} | _chosen(saved, SETTINGS)
-    settings |= {group: _chosen(saved.get(group), names) for group, names in GROUPS.items()}
+    settings: dict[str, Any] = {"steps": 1} | _pick(saved, SETTINGS)
+    settings |= {group: _pick(saved.get(group), names) for group, names in GROUPS.items()}
     recipe = settings["recipe"]
     name = recipe.get("class_path")
     is_class = isinstance(name, str) and _is_dotted(name)
@@ -62,29 +61,29 @@ def read_config(path: Path, trusted: Iterable[str] = (), given: Path | None = No
         raise ConfigError(f"{path}: recipe is not a class_path, module.Class, with init_args.")
     weights = run_folder(str(given or path.parent))
     trusted = {*trusted, *_named_in_configs(weights)}
-    for stated in {name, *trusted.intersection(_strings(recipe))}:
-        if any(is_inside(str(Path(at, *stated.split("."))), weights) for at in sys.path):
+    for dotted in {name, *trusted.intersection(_strings(recipe))}:
+        if any(is_inside(str(Path(entry, *dotted.split("."))), weights) for entry in sys.path):
             raise ConfigError(
-                f"{path} names {stated}, which is in {weights}: code beside weights is never"
+                f"{path} names {dotted}, which is in {weights}: code beside weights is never"
                 " imported. If you trust the code, copy it into your project."
             )
     allowed: dict[str, Any] = {}
-    for stated in filter(_is_dotted, _strings(recipe)):
-        if stated in trusted or stated.startswith(f"{PACKAGE}."):
+    for dotted in filter(_is_dotted, _strings(recipe)):
+        if dotted in trusted or dotted.startswith(f"{PACKAGE}."):
             with suppress(ImportError, AttributeError, ValueError):  # a file's name, or a mistake
-                found: Any = pkgutil.resolve_name(stated)
-                definition = f"{found.__module__}.{found.__qualname__}"
-                if stated in trusted or is_dataclass(found):
-                    allowed |= {stated: found, definition: found}
+                resolved: Any = pkgutil.resolve_name(dotted)
+                definition = f"{resolved.__module__}.{resolved.__qualname__}"
+                if dotted in trusted or is_dataclass(resolved):
+                    allowed |= {dotted: resolved, definition: resolved}
     if name in trusted and not is_dataclass(allowed.get(name)):
-        raise ConfigError(f"{path} names {name}, which cannot be imported, or is no dataclass.")
+        raise ConfigError(f"{path} names {name}, which cannot be imported, or is not a dataclass.")
     if name in allowed:
         allowed[name.rpartition(".")[0]] = None
     try:
         with _importing_only(allowed):
             return parse(settings)
     except ConfigError as error:
-        if not (refused := _refused(error)):
+        if not (refused := _refused_path(error)):
             raise
         raise ConfigError(
             f"{path} names {refused}, which may run any code: this package's recipes do not define"
@@ -92,14 +91,14 @@ def read_config(path: Path, trusted: Iterable[str] = (), given: Path | None = No
         ) from error
 
 
-def _chosen(saved: Any, names: Iterable[str]) -> dict[str, Any]:
+def _pick(saved: Any, names: Iterable[str]) -> dict[str, Any]:
     return {name: saved[name] for name in names if isinstance(saved, dict) and name in saved}
 
 
 @contextmanager
 def _importing_only(paths: Iterable[str]) -> Iterator[None]:
-    """Let no value that is parsed import anything but these paths and what is below them."""
-    before = dict(_common.parsing_settings)  # jsonargparse cannot take a policy back
+    """Let the values that are parsed import only these paths and what is below them."""
+    before = dict(_common.parsing_settings)  # jsonargparse cannot undo a policy
     set_parsing_settings(
         import_path_denylist=["*"],
         import_path_allowlist=list(paths),
@@ -111,11 +110,11 @@ def _importing_only(paths: Iterable[str]) -> Iterator[None]:
         _common.parsing_settings.update(before)
 
 
-def _refused(error: BaseException | None) -> str | None:
-    """Return the path that jsonargparse refused to import; its error for that is not public."""
+def _refused_path(error: BaseException | None) -> str | None:
+    """Return the path that jsonargparse refused to import; its class of error is not public."""
     while error:
-        if found := re.search(r"Importing '([\w.]+)' is not allowed", str(error)):
-            return found[1]
+        if match := re.search(r"Importing '([\w.]+)' is not allowed", str(error)):
+            return match[1]
         error = error.__cause__
     return None
 
