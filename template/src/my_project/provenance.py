@@ -266,9 +266,9 @@ def code_that_runs(config: Config, kept: Kept) -> tuple[Kept, dict[str, bytes]]:
             for path, name in sources.items()
         }
         patch, tracked, problem = _changes(top, sources)
-        patch, masked, whole = masked_patch(patch)
+        patch, masked, left_out = masked_patch(patch)
         untracked = {path: name for path, name in sources.items() if path not in tracked}
-        sources = untracked | {top / name: name for name in whole if (top / name).is_file()}
+        sources = untracked | {top / name: name for name in left_out if (top / name).is_file()}
         kept = replace(kept, not_kept="; ".join(filter(None, (kept.not_kept, problem))))
     archive, masked_there = _archive(sources)
     contents = {"code.patch": os.fsencode(patch), "sources.zip": archive}
@@ -298,10 +298,9 @@ def _sources(config: Config) -> dict[Path, str]:
 
 def _top_folder(folder: Path) -> Path | None:
     """Return the top folder of the repository that tracks a folder, if it has a commit."""
-    if _git(folder, "check-ignore", "-q", ".") is not None or not _git(folder, "rev-parse", "HEAD"):
-        return None
-    top = _git(folder, "rev-parse", "--show-toplevel")
-    return Path(top).resolve() if top else None
+    is_tracked = _git(folder, "check-ignore", "-q", ".") is None
+    lines = _git(folder, "rev-parse", "--show-toplevel", "HEAD") if is_tracked else None
+    return Path(lines.splitlines()[0]).resolve() if lines else None
 
 
 def _in_git(kept: Kept, top: Path, sources: dict[Path, str]) -> Kept:

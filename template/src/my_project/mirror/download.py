@@ -23,6 +23,7 @@ from ..files import (
     write_atomically,
     writing,
 )
+from ..loading.prepare import first_alone, until_all_are_done
 from ..manifest import find_damage, put_in_place
 from ..ranks import gather_on_main, on_main_then_broadcast
 from ..run_files import checkpoints, read_info, step_of
@@ -35,9 +36,9 @@ from .store import (
     chain,
     checkpoint_name,
     complete_steps,
-    is_file_with,
     is_safe,
     parts_among,
+    sha256_of,
     store_needed,
     transfer,
     url_of,
@@ -55,8 +56,6 @@ def fetch_from_mirror(config: Config) -> None:
     Raises:
         ConfigError: the mirror cannot be used, or holds another run.
     """
-    from ..loading.prepare import until_all_are_done
-
     if not config.checkpoints.mirror:
         return
     if "://" not in config.checkpoints.mirror:
@@ -71,8 +70,6 @@ def fetch_from_mirror(config: Config) -> None:
 
 def fetch_in_turn(store: Store, folder: Path, **options: Any) -> None:
     """Call fetch_run in one process of each node; where they share the folder, one goes first."""
-    from ..loading.prepare import first_alone  # which needs torch
-
     lock = folder.with_name(f".{folder.name}.fetch.{socket.gethostname()}.lock")
     with first_alone(lock) as is_first:
         if is_first:
@@ -153,8 +150,10 @@ def _has_ended_since(store: Store, folder: Path) -> bool:
 
 def _find_difference(hashes: dict[str, str], folder: Path) -> str:
     """Return what is wrong with a folder whose files must have these hashes; "" if nothing is."""
-    is_same = all(is_file_with(folder / file, digest) for file, digest in hashes.items())
-    return "" if is_same else "it is damaged"
+    for file, digest in hashes.items():
+        if not (folder / file).is_file() or sha256_of(folder / file) != digest:
+            return f"{file} is missing or damaged"
+    return ""
 
 
 def _fetch_text(store: Store, path: Path) -> None:

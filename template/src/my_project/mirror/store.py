@@ -134,7 +134,7 @@ class Store:
                     self.fs.mv(at, target)
 
     def fetch(self, name: str, path: Path) -> None:
-        """Copy a file into a local one, and flush it to disk."""
+        """Copy a file to a local path, and flush it to disk."""
         path.parent.mkdir(parents=True, exist_ok=True)
         with self._errors():
             self.fs.get_file(f"{self.root}/{name}", str(path))
@@ -177,11 +177,6 @@ def sha256_of(path: Path) -> str:
     """Return the SHA-256 of a file."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()  # type: ignore
-
-
-def is_file_with(path: Path, digest: str) -> bool:
-    """Return whether a file exists and has this SHA-256."""
-    return path.is_file() and sha256_of(path) == digest
 
 
 def checkpoint_name(step: int) -> str:

@@ -312,12 +312,8 @@ class Mirror:
 
     def _put_metrics(self, names: list[str]) -> None:
         """Upload the new lines of metrics.jsonl; merge parts, so that there are few of them."""
-        try:
-            file = open_own(self.run.folder / "metrics.jsonl")
-        except FileNotFoundError:
-            return
         listed = parts_among(names)
-        with file:
+        with suppress(FileNotFoundError), open_own(self.run.folder / "metrics.jsonl") as file:
             if self._parts is None:  # a start may have dropped records that the mirror has
                 self._parts = list(takewhile(partial(is_part_of, file), chain(listed)))
             end = self._parts[-1].end if self._parts else 0
@@ -332,7 +328,7 @@ class Mirror:
                 new = Part(number=number, begin=begin, size=len(content), digest=digest)
                 self.store.write(new.name, content)
                 self._parts = [*kept, new]
-        self.store.remove(*(part.name for part in listed if part not in self._parts))
+            self.store.remove(*(part.name for part in listed if part not in self._parts))
 
     def _put_checkpoint(self, folder: Path, text: bytes) -> None:
         name = f"checkpoints/{folder.name}"
