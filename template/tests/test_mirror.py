@@ -28,7 +28,7 @@ from runs import (
     values,
     weights,
 )
-from world import run_world
+from world import World, run_world
 
 from my_project.config import ConfigError
 from my_project.files import TransientError
@@ -207,9 +207,7 @@ def test_killed_at_random_times_on_other_numbers_of_processes(tmp_path, uninterr
     rng = random.Random(processes)
     config = mirrored(tmp_path, Ragged(dropout=0.1, seconds=0.05))
     for count in (processes, 3 - processes, processes):
-        killing = threading.Thread(target=lambda n=count: killed_after(n, config, rng.random()))
-        killing.start()
-        killing.join()
+        killed_after(count, config, rng.random())
         lose_disk(config)
     assert run_world(processes, train_with, "none 0 0", config) == [0] * processes
     assert status(config)["outcome"] == "finished"
@@ -217,8 +215,6 @@ def test_killed_at_random_times_on_other_numbers_of_processes(tmp_path, uninterr
 
 
 def killed_after(processes: int, config, seconds: float) -> None:
-    from world import World
-
     world = World(processes, train_with, "none 0 0", config)
     deadline = time.monotonic() + 60
     while time.monotonic() < deadline and not (config.folder / "metrics.jsonl").exists():
@@ -249,8 +245,8 @@ def never_uploaded(config) -> str:
 
 def test_a_run_whose_end_never_arrived_fails_and_the_next_start_sends_it(tmp_path, uninterrupted):
     config = mirrored(tmp_path)
-    (said,) = run_world(1, never_uploaded, config)
-    assert said.startswith("the run has ended, but the mirror could not be brought up to date")
+    (message,) = run_world(1, never_uploaded, config)
+    assert message.startswith("the run has ended, but the mirror could not be brought up to date")
     assert status(config)["outcome"] == "failed"
     assert run_world(1, train_with, "none 0 0", config) == [0]
     lose_disk(config)
@@ -346,8 +342,8 @@ def superseded(config) -> str:
 
 def test_an_older_launch_ends_once_another_has_begun_the_run(tmp_path):
     config = mirrored(tmp_path, Ragged(seconds=0.05))
-    (said,) = run_world(1, superseded, config)
-    assert "another launch has begun this run at faulty://" in said
+    (message,) = run_world(1, superseded, config)
+    assert "another launch has begun this run at faulty://" in message
     assert status(config)["outcome"] == "failed"
 
 
@@ -387,12 +383,12 @@ def tree_of(folder: Path) -> dict[str, str]:
 
 
 def test_a_mirror_that_cannot_be_used_is_refused_before_training(tmp_path):
-    for url, said in {
+    for url, message in {
         "nowhere://bucket": "mirror nowhere://bucket/here cannot be used",
         "/tmp/folder": "must be a URL such as s3",
         "s3://me:secret123@bucket": "mirror holds a secret",
     }.items():
-        with pytest.raises(ConfigError, match=re.escape(said)):
+        with pytest.raises(ConfigError, match=re.escape(message)):
             train(mirrored(tmp_path, checkpoints__mirror=url))
     with pytest.raises(ConfigError, match="takes such a URL"):
         make_config(tmp_path, runs_folder="s3://bucket/runs")
@@ -438,7 +434,7 @@ def test_parts_of_the_records_are_few_and_the_newest_ones_count():
         parts = [part for part in parts if part.end <= size]
         if size == (parts[-1].end if parts else 0):
             continue
-        parts = store.without_small(parts, size)
+        parts = store.parts_to_keep(parts, size)
         begin = parts[-1].end if parts else 0
         new = store.Part(number=number + 1, begin=begin, size=size - begin, digest=f"{number:064x}")
         names.append(new.name)

@@ -270,14 +270,14 @@ def code_that_runs(config: Config, kept: Kept) -> tuple[Kept, dict[str, bytes]]:
         untracked = {path: name for path, name in sources.items() if path not in tracked}
         sources = untracked | {top / name: name for name in left_out if (top / name).is_file()}
         kept = replace(kept, not_kept="; ".join(filter(None, (kept.not_kept, problem))))
-    archive, masked_there = _archive(sources)
+    archive, masked_in_archive = _archive(sources)
     contents = {"code.patch": os.fsencode(patch), "sources.zip": archive}
     contents = {name: content for name, content in contents.items() if content}
     if (size := sum(map(len, contents.values()))) > MOST_BYTES:
         problem = f"it has {size / 1e6:.1f} MB, more than the {MOST_BYTES / 1e6:.0f} MB to keep"
         kept, contents = replace(kept, not_kept=problem), {}
     hashes = {name: hashlib.sha256(content).hexdigest() for name, content in contents.items()}
-    return replace(kept, files=hashes, masked=tuple(sorted(masked | masked_there))), contents
+    return replace(kept, files=hashes, masked=tuple(sorted(masked | masked_in_archive))), contents
 
 
 def _sources(config: Config) -> dict[Path, str]:
@@ -354,19 +354,19 @@ def _changes(top: Path, sources: Iterable[Path]) -> tuple[str, set[Path], str]:
         changed = [top / name for name in (names or "").split("\0") if name]
         size = sum(path.lstat().st_size for path in changed if path.is_file())
         prefixes = ("--src-prefix=a/", "--dst-prefix=b/", "--binary", f"--output={output}")
-        done: str | None = None
+        answer: str | None = None
         if names is not None and size <= MOST_CHANGED_BYTES:
-            done = git("-c", "core.quotePath=false", *diff, *prefixes)
-        patch = os.fsdecode(output.read_bytes()) if done is not None else ""
-        known = git("ls-files", "-z", "--", *paths)
+            answer = git("-c", "core.quotePath=false", *diff, *prefixes)
+        patch = os.fsdecode(output.read_bytes()) if answer is not None else ""
+        tracked = git("ls-files", "-z", "--", *paths)
     is_large = size > MOST_CHANGED_BYTES or len(os.fsencode(patch)) > MOST_BYTES
-    if is_large or done is None:
+    if is_large or answer is None:
         problem = f"git did not list the changes to the commit within {GIT_SECONDS:.0f} s"
         if is_large:
             size_text = f"{MOST_BYTES / 1e6:.0f} MB"
             problem = f"the changes to the commit are more than the {size_text} to keep"
         return "", set(), f"{problem}, so only the modules of {PACKAGE} and the recipe are kept"
-    return patch, {top / name for name in (known or "").split("\0")}, ""
+    return patch, {top / name for name in (tracked or "").split("\0")}, ""
 
 
 def masked_patch(patch: str) -> tuple[str, set[str], list[str]]:

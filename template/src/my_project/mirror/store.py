@@ -229,7 +229,7 @@ def chain(parts: list[Part]) -> list[Part]:
     return result[::-1] if result and result[-1].begin == 0 else []
 
 
-def without_small(parts: list[Part], size: int) -> list[Part]:
+def parts_to_keep(parts: list[Part], size: int) -> list[Part]:
     """Return the parts to keep when a file has grown to a size; a new part has what follows them.
 
     A part is merged with the new one while it is not larger. So there are few parts, and a byte is

@@ -35,11 +35,11 @@ from .store import (
     complete_steps,
     is_part_of,
     parts_among,
+    parts_to_keep,
     sha256_of,
     store_needed,
     transfer,
     url_of,
-    without_small,
 )
 
 logger = logging.getLogger(__name__)
@@ -98,8 +98,8 @@ class Mirror:
         self._superseded: ConfigError | None = None  # another launch has begun the run
         self._sent: dict[str, object] = {}  # what the mirror has by now, by name
         self._parts: list[Part] | None = None  # of metrics.jsonl
-        self._asked = self._tried = 0  # uploads
-        self._tries = 0  # of the last one
+        self._requested = self._done = 0  # uploads; one that failed is done
+        self._tries = 0  # of the last upload
         self._collected_at = -math.inf
         self._changed = threading.Condition()
 
@@ -139,13 +139,13 @@ class Mirror:
     def upload(self) -> None:
         """Ask the thread to upload what is new; return immediately."""
         with self._changed:
-            self._asked += 1
+            self._requested += 1
             self._changed.notify_all()
 
     def wait(self, seconds: float) -> bool:
         """Wait until no upload is pending; return False if one still is after so many seconds."""
         with self._changed:
-            return self._changed.wait_for(lambda: self._tried == self._asked, seconds)
+            return self._changed.wait_for(lambda: self._done == self._requested, seconds)
 
     def has_finished(self, deadline: float) -> bool:
         """Wait for a while for the upload of the run's end; return whether it is over.
@@ -232,8 +232,8 @@ class Mirror:
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 10)
         while True:
             with self._changed:
-                self._changed.wait_for(lambda: self._tried < self._asked)
-                asked = self._asked
+                self._changed.wait_for(lambda: self._done < self._requested)
+                requested = self._requested
             try:
                 self._upload_new()
                 self.failure = None
@@ -246,7 +246,7 @@ class Mirror:
             finally:
                 self.needed = set()
             with self._changed:
-                self._tried = asked
+                self._done = requested
                 self._changed.notify_all()
 
     def _upload_new(self) -> None:
@@ -319,7 +319,7 @@ class Mirror:
             end = self._parts[-1].end if self._parts else 0
             size = file.seek(end) + len(file.read().rpartition(b"\n")[0]) + 1  # of whole lines
             if end + 1 < size:
-                kept = without_small(self._parts, size)
+                kept = parts_to_keep(self._parts, size)
                 begin = kept[-1].end if kept else 0
                 file.seek(begin)
                 content = file.read(size - begin)
