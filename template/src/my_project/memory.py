@@ -76,7 +76,7 @@ def _explain(error: Exception, run: Run, smaller: Smaller) -> None:
 
 def smaller_micro_batch(run: Run, layout: BatchLayout, model: nn.Module, train_set: Any) -> Smaller:
     """Return what to do if the micro-batches of a layout do not fit in memory."""
-    size, total = layout.micro_batch_size, layout.global_batch_size
+    size, total, lanes = layout.micro_batch_size, layout.global_batch_size, 0
     lanes = train_set.lanes if layouts.is_stream(train_set) else 0
     sizes = [n for n in range(size // 2, 0, -1) if not lanes % -(-total // n)]
     if not sizes:

@@ -60,8 +60,7 @@ def with_lowered_micro_batch(
         others: nodes.OtherNodes; None on one node.
     """
     nodes = others.members if others else [launch]
-    sizes = (node.lowered_micro_batch_size for node in nodes)
-    size = min(filter(None, sizes), default=0)
+    size = min(filter(None, (node.lowered_micro_batch_size for node in nodes)), default=0)
     launch = replace(launch, lowered_micro_batch_size=size)
     batches = here.config.batches
     if not size or size >= batch_layout(batches, here.world_size).micro_batch_size:
@@ -95,12 +94,11 @@ def count_memory_kills() -> int:
     with suppress(OSError, ValueError):
         for line in OWN_GROUPS.read_text().splitlines():
             _, controllers, group = line.split(":", 2)
-            if file := files.get(controllers):
-                path = CONTROL_GROUPS / file
+            if name := files.get(controllers):
+                path = CONTROL_GROUPS / name
                 # in a container, its own group may be mounted as the root
-                own = path.parent / group.lstrip("/") / path.name
-                texts = (events.read_text() for events in (own, path) if events.is_file())
-                words = next(texts, "").split()
+                paths = path.parent / group.lstrip("/") / path.name, path
+                words = next((file.read_text() for file in paths if file.is_file()), "").split()
                 total += int(dict(zip(words[::2], words[1::2], strict=True)).get("oom_kill", 0))
     return total
 
