@@ -1,4 +1,4 @@
-"""`evaluate --follow`: each checkpoint is evaluated beside training. Goes with follow.py."""
+"""`evaluate --follow` evaluates each checkpoint beside training. Goes with follow.py."""
 
 import argparse
 import json
@@ -61,13 +61,13 @@ def finished(tmp_path_factory) -> Config:
 
 @pytest.fixture
 def run(finished, tmp_path) -> Config:
-    """A copy of it."""
+    """A copy of that run."""
     shutil.copytree(finished.folder, tmp_path / finished.run_name)
     return change(finished, runs_folder=str(tmp_path))
 
 
 def test_a_follower_has_the_results_of_training_and_changes_no_file(run):
-    """On two processes: as evaluate, exact metrics do not depend on their number."""
+    """On two processes, whose number does not change exact metrics."""
 
     def state() -> dict[str, tuple[int, int]]:
         files = (path for path in run.folder.rglob("*") if path.name != "evaluations.jsonl")
@@ -189,7 +189,7 @@ def test_a_checkpoint_that_does_not_fit_ends_the_follower(run):
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, -15), (signal.SIGINT, 130)])
 def test_a_signal_ends_the_command_without_a_partial_line(run, number, code):
-    """While it waits for the next checkpoint; what it prints with --json is what it writes."""
+    """It waits for the next checkpoint then. With --json it prints the lines that it writes."""
     status = run.folder / "status.json"
     status.write_text(status.read_text().replace('"finished"', '"preempted"'))
     words = ["evaluate", run.folder, "--follow", "--json"]

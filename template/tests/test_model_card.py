@@ -19,7 +19,7 @@ MOST_LINES = 40
 
 
 class Named(Ragged):
-    """With a dataset that it names, and a path."""
+    """A recipe with the name of a dataset, and with a path."""
 
     dataset = "squad/plain"
     data_path = "/home/somebody/data"
@@ -55,8 +55,8 @@ def test_the_card_says_what_was_trained_on_what_with_which_results(run):
     ):
         assert words in body
     evaluations = records(run, "validation/accuracy")
-    best = max(evaluations, key=lambda one: one["validation/accuracy"])
-    values = [f"{one['validation/accuracy']:.4f}" for one in (evaluations[-1], best)]
+    best = max(evaluations, key=lambda record: record["validation/accuracy"])
+    values = [f"{record['validation/accuracy']:.4f}" for record in (evaluations[-1], best)]
     assert f"| metric | last (step 4) | best (step {best['step']}) |" in body
     assert f"| validation/accuracy | {values[0]} | {values[1]} |" in body
 
@@ -87,7 +87,7 @@ def test_an_edited_card_is_kept_and_any_other_is_written_again(tmp_path):
     assert not (config.folder / "export/model.safetensors").is_symlink()
 
 
-def test_a_name_that_is_a_path_is_no_dataset(tmp_path, monkeypatch):
+def test_a_name_that_is_a_path_is_not_a_dataset(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "squad").mkdir()
     (tmp_path / "squad/plain").touch()

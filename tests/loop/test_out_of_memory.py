@@ -1,4 +1,4 @@
-"""Out of memory before a step is kept: the same run with smaller micro-batches, or a clear end."""
+"""Out of memory before a step is saved: smaller micro-batches in the same run, or a clear error."""
 
 import json
 import os
@@ -51,7 +51,7 @@ class TooLarge(Ragged):
 
 @pytest.fixture
 def small(tmp_path, monkeypatch):
-    """Stand beside the recipe."""
+    """Write the recipe into the current folder."""
     (tmp_path / "too_large.py").write_text(TOO_LARGE)
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
@@ -80,10 +80,10 @@ def sizes(folder: Path) -> list[int | None]:
 
 def losses(folder: Path, name: str) -> list[float]:
     lines = (folder / f"runs/{name}/metrics.jsonl").read_text().splitlines()
-    return [one["loss"] for one in map(json.loads, lines) if "loss" in one]
+    return [record["loss"] for record in map(json.loads, lines) if "loss" in record]
 
 
-# ---- smaller ones --------------------------------------------------------------------------------
+# ---- smaller micro-batches -----------------------------------------------------------------------
 @pytest.mark.parametrize(
     ("processes", "recipe"),
     quick(
@@ -97,7 +97,7 @@ def losses(folder: Path, name: str) -> list[float]:
     ),
 )
 def test_the_run_goes_on_with_micro_batches_that_fit(small, processes, recipe):
-    """And is to 1e-9 that of one that had them from the start; the same command remembers it."""
+    """Its losses are those of a run that had this size from the start, to 1e-9."""
     fitting = recipe.get("most", 2)
     arguments = words(**recipe)
     code, shown = launched(small, processes, *arguments, "--steps", "5")
@@ -113,8 +113,8 @@ def test_the_run_goes_on_with_micro_batches_that_fit(small, processes, recipe):
     code, shown = launched(small, processes, *words(most=99), *whole)
     assert code == 0, shown
     torch.testing.assert_close(losses(small, "tiny"), losses(small, "whole"), rtol=0, atol=1e-9)
-    ours, theirs = (SimpleNamespace(folder=small / "runs" / name) for name in ("tiny", "whole"))
-    assert_same_weights(ours, theirs, 1e-9)
+    runs = (SimpleNamespace(folder=small / "runs" / name) for name in ("tiny", "whole"))
+    assert_same_weights(*runs, 1e-9)
     if HAS_TOOLS:
         from my_project.tools.doctor import diagnose
 
@@ -123,7 +123,7 @@ def test_the_run_goes_on_with_micro_batches_that_fit(small, processes, recipe):
 
 
 def test_the_same_command_does_not_try_again_what_did_not_fit(small):
-    """Another size, or another setting, does."""
+    """A command with another setting does."""
     stopped = (*words(), "--stop_after", "0s")
     assert launched(small, 1, *stopped)[0] == 75
     assert launched(small, 1, *stopped)[0] == 75
@@ -166,7 +166,7 @@ def test_without_our_launcher_the_error_names_the_size(small):
     assert "batches.micro_batch_size 2 is the next to try" in " ".join(shown.split())
 
 
-# ---- none ----------------------------------------------------------------------------------------
+# ---- no smaller micro-batch ----------------------------------------------------------------------
 @pytest.mark.parametrize(
     ("settings", "code", "said"),
     quick(
@@ -193,7 +193,7 @@ def test_after_a_step_was_kept_the_run_ends_as_before(small):
     assert code == 1, shown
     assert "Lower batches.micro_batch_size" in shown
     assert sizes(small) == [None]
-    # the next start continues with smaller ones from there
+    # the next start continues from there with smaller micro-batches
     code, shown = launched(small, 1, *words(from_step=3), *saved)
     assert code == 0, shown
     assert sizes(small) == [None, None, 2]
@@ -277,11 +277,11 @@ def test_two_nodes_go_on_with_the_same_size(small, on_rank):
         for command, output in zip(commands, outputs, strict=True):
             with output.open("w") as file:
                 nodes.append(subprocess.Popen(command, stdout=file, stderr=file))
-        codes = [one.wait(300) for one in nodes]
+        codes = [launcher.wait(300) for launcher in nodes]
     finally:
-        for one in nodes:
-            one.kill()
-            one.wait()
+        for launcher in nodes:
+            launcher.kill()
+            launcher.wait()
     shown = [output.read_text() for output in outputs]
     assert codes == [0, 0], shown
     assert all("batches.micro_batch_size is 2, since larger" in text for text in shown)

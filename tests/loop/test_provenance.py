@@ -1,4 +1,4 @@
-"""starts/: the code that each start ran, without secrets, kept once."""
+"""starts/ has the code that each start ran, once, without secrets."""
 
 import json
 import os
@@ -52,7 +52,7 @@ def keep(config: Config, name: str) -> str:
 
 
 def brought_back(repository: Path, run: Path, name: str, folder: Path) -> Path:
-    """Apply what a start has kept to a clone of the commit."""
+    """Clone the commit and apply what a start has kept."""
     kept, start = kept_in(run, name), run / "starts" / name
     git(folder.parent, "clone", "-q", str(repository), str(folder))
     git(folder, "checkout", "-q", kept["commit"])

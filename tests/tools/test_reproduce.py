@@ -1,4 +1,4 @@
-"""`runs --reproduce`: its commands, in an empty folder, give the same weights to the bit."""
+"""The commands of `runs --reproduce`, in an empty folder, give the same weights to the bit."""
 
 import json
 import os
@@ -29,7 +29,7 @@ def run_command(folder: Path, *words: str, **variables: str) -> subprocess.Compl
 
 
 def make_project(folder: Path, in_git: bool) -> Path:
-    """Make a project in a subfolder, and in git change it after its commit."""
+    """Make a project in a subfolder, and change it; with git, after a commit."""
     project = folder / "large/team"
     for name in ("my_project", "ragged.py"):
         source = PROJECT / "src" / name if name == "my_project" else PROJECT / "tests" / name
@@ -95,8 +95,8 @@ def test_the_commands_give_the_same_weights(tmp_path, in_git, train_as, in_envir
     empty.mkdir()
     run_command(empty, "bash", "-euc", script, PIP_NO_INDEX="1", PIP_CONFIG_FILE=os.devnull)
     (again,) = empty.rglob("kept-again")
-    ours, theirs = (one / "export/model.safetensors" for one in (run, again))
-    assert ours.read_bytes() == theirs.read_bytes()
+    first, second = (folder / "export/model.safetensors" for folder in (run, again))
+    assert first.read_bytes() == second.read_bytes()
 
 
 def reproduce(run: Path) -> subprocess.CompletedProcess[str]:

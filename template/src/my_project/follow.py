@@ -1,10 +1,10 @@
 """Evaluate the checkpoints of a run beside its training, as they appear: `evaluate --follow`.
 
-On another GPU, on the CPU, or on a host that sees the run folder. Each evaluation is a line of
-evaluations.jsonl (docs/run-folder.md). Nothing else in the run folder is written, and training
-waits for nothing: the only lock is one on that file, and a checkpoint that training removes while
-it is read is passed over. The checkpoints without a line are evaluated, the oldest first, so the
-same command goes on after it was ended. It ends when the run has finished and none is left.
+It runs on another GPU, on the CPU, or on a host that sees the run folder. Each evaluation is a line
+of evaluations.jsonl (docs/run-folder.md). Nothing else in the run folder is written, and training
+never waits: the only lock is one on that file, and a checkpoint that training removes while it is
+read is passed over. Checkpoints without a line are evaluated, the oldest first, so the same command
+continues after it was ended. It ends when the run has finished and no checkpoint is left.
 """
 
 import argparse
@@ -54,50 +54,27 @@ def follow_run(arguments: argparse.Namespace, output: Any = None) -> int:
         raise ConfigError(f"{run} is not a run that has begun; give the run folder of one.")
     config = weights.config_beside(run, arguments.trust, run)
     check_launch(config)
-    json_to = output if arguments.json else None
     with Evaluations(given=arguments.folder, run=run, config=config) as results:
         data_info, datasets = commands.validation_sets(config)
         with start_accelerator(config) as accelerator:
             model = commands.prepared_model(accelerator, config, data_info)
-            evaluate_all(accelerator, results, model, datasets, json_to)
-    return 0
-
-
-def evaluate_all(
-    accelerator: Accelerator,
-    results: "Evaluations",
-    model: Any,
-    datasets: dict[str, Any],
-    json_to: Any,
-) -> None:
-    """Evaluate checkpoints until the run has finished and none is left. Called by every rank.
-
-    Args:
-        accelerator: of this process.
-        results: are noted by rank 0.
-        model: prepared for evaluation.
-        datasets: by name.
-        json_to: a stream for the lines; None: print the metrics.
-    """
-    while True:
-        checkpoint, is_finished = on_main_then_broadcast(accelerator, results.look)
-        if checkpoint:
-            began = time.monotonic()
-            problem = load_together(accelerator, checkpoint, model.model)
-            values: dict[str, float] = {}
-            if not problem:
-                values = evaluate(accelerator, results.config, model, datasets, checkpoint.step)
-            note = partial(results.note, checkpoint, problem, values, time.monotonic() - began)
-            line = on_main_then_broadcast(accelerator, note)
-            if line and accelerator.is_main_process:
-                if json_to:
-                    print(line, file=json_to, flush=True)
-                else:
+            while True:
+                checkpoint, is_finished = on_main_then_broadcast(accelerator, results.look)
+                if not checkpoint and is_finished:
+                    return 0
+                if not checkpoint:
+                    time.sleep(POLL_SECONDS)
+                    continue
+                began, values = time.monotonic(), dict[str, float]()
+                problem = load_together(accelerator, checkpoint, model.model)
+                if not problem:
+                    values = evaluate(accelerator, config, model, datasets, checkpoint.step)
+                note = partial(results.note, checkpoint, problem, values, time.monotonic() - began)
+                line = on_main_then_broadcast(accelerator, note)
+                if line and accelerator.is_main_process and arguments.json:
+                    print(line, file=output, flush=True)
+                elif line and accelerator.is_main_process:
                     commands.say_results(checkpoint.folder, values)
-        elif is_finished:
-            return
-        else:
-            time.sleep(POLL_SECONDS)
 
 
 # ---- checkpoints ---------------------------------------------------------------------------------
@@ -107,12 +84,12 @@ class Checkpoint:
 
     folder: Path
     step: int
-    weights: str  # a hash of its files' hashes: a step that is trained again has another
+    weights: str  # a hash of its files' hashes, which differs if a step is trained again
     version: Version
 
 
 def read_version(folder: Path) -> Version:
-    """Return what changes whenever the folder or its manifest is replaced.
+    """Return values that change whenever the folder or its manifest is replaced.
 
     Raises:
         OSError: it was removed.
@@ -122,7 +99,7 @@ def read_version(folder: Path) -> Version:
 
 
 def read_checkpoint(folder: Path) -> Checkpoint | None:
-    """Read which weights a checkpoint holds; None if it was removed or is damaged.
+    """Read the manifest of a checkpoint; return None if it was removed or is damaged.
 
     Raises:
         FormatError: another version of this project saved it.
@@ -142,7 +119,7 @@ def load_together(accelerator: Accelerator, checkpoint: Checkpoint, model: nn.Mo
     """Load a checkpoint on every rank; return why it cannot be evaluated, "" if it can.
 
     Raises:
-        ConfigError: it is intact, and does not fit the model.
+        ConfigError: it is intact, but does not fit the model.
     """
     if problem := find_damage_together(accelerator, checkpoint.folder):
         return problem
@@ -154,12 +131,12 @@ def load_together(accelerator: Accelerator, checkpoint: Checkpoint, model: nn.Mo
     problems = gather_on_main(accelerator, problem)
 
     def judge() -> str:
-        now, problem = read_checkpoint(checkpoint.folder), next(filter(None, problems), "")
-        if now and now.weights != checkpoint.weights:  # some files may be those of either
+        current, problem = read_checkpoint(checkpoint.folder), next(filter(None, problems), "")
+        if current and current.weights != checkpoint.weights:  # ranks may have read either
             return "it was saved again"
-        if now and problem:
+        if current and problem:
             raise ConfigError(problem)
-        return problem  # of files that were removed meanwhile
+        return problem  # its files were removed meanwhile
 
     return on_main_then_broadcast(accelerator, judge)
 
@@ -174,7 +151,7 @@ class Evaluations:
     config: Config
     done: set[str] = field(default_factory=set)  # Checkpoint.weights
     settled: set[Version] = field(default_factory=set)  # not to be read again
-    file: IO[bytes] | None = None
+    file: IO[bytes] = field(init=False)  # on rank 0
 
     @property
     def path(self) -> Path:
@@ -184,18 +161,14 @@ class Evaluations:
     def __enter__(self) -> "Evaluations":
         """Lock and read the file, and drop a last line that a kill has cut off.
 
-        It stays open: with --resume never it is moved aside with the run, and lines of that run
-        follow it.
+        It stays open: --resume never moves it aside with its run, so lines of that run follow it.
+
+        Raises:
+            ConfigError: the file cannot be written to.
+            TransientError: another process has locked it.
         """
-        if world()[1] == 0:
-            self._open()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self.file:
-            self.file.close()
-
-    def _open(self) -> None:
+        if world()[1] != 0:
+            return self
         try:
             self.file = open_own(self.path, "ab+", buffering=0)
         except OSError as error:
@@ -213,77 +186,65 @@ class Evaluations:
         if whole != content:
             self.file.truncate(len(whole))
         self.done = {str(parse_record(line).get("weights")) for line in whole.splitlines()}
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if world()[1] == 0:
+            self.file.close()
 
     def look(self) -> tuple[Checkpoint | None, bool]:
         """Return the oldest checkpoint without a line, if any, and whether the run has finished.
 
         Raises:
-            TransientError: the run was started over, so that its config may be another one.
+            TransientError: the run was started over, so its config may be another one.
         """
-        assert self.file
         fetch_newest(self.given)  # from a mirror
-        try:
-            is_ours = os.path.samefile(self.path, self.file.fileno())
-        except OSError:
-            is_ours = False
-        if not is_ours:
+        is_here = False
+        with suppress(OSError):
+            is_here = os.path.samefile(self.path, self.file.fileno())
+        if not is_here:
             raise TransientError(
                 f"{self.run} was moved, removed or started over: follow the run that is there now."
             )
-        # the last save comes before this outcome, so the outcome is read first
+        # before the checkpoints, since the last one is saved before the run has finished
         is_finished = read_status(self.run).outcome == "finished"
-        return self._next_checkpoint(), is_finished
-
-    def _next_checkpoint(self) -> Checkpoint | None:
         for folder in checkpoints(self.run):
             with suppress(OSError):  # it was removed
                 is_new = read_version(folder) not in self.settled
                 checkpoint = read_checkpoint(folder) if is_new else None
                 if checkpoint and checkpoint.weights not in self.done:
-                    return checkpoint
+                    return checkpoint, is_finished
                 if checkpoint:
                     self.settled.add(checkpoint.version)
-        return None
+        return None, is_finished
 
     def note(
         self, checkpoint: Checkpoint, problem: str, values: dict[str, float], seconds: float
     ) -> str:
-        """Append a line and return it; "" for a checkpoint with a problem, which is passed over.
+        """Append a line in one write and return it; pass over a checkpoint with a problem: "".
 
         Raises:
-            TransientError: a full disk.
+            TransientError: the line could not be written.
         """
         if problem:
             self.settled.add(checkpoint.version)
-            if read_checkpoint(checkpoint.folder) == checkpoint:  # else training has removed it
+            if read_checkpoint(checkpoint.folder) == checkpoint:  # training has not removed it
                 logger.warning("%s is passed over: %s.", checkpoint.folder, problem)
             return ""
-        line = json.dumps(self._record(checkpoint, values, seconds), allow_nan=False)
-        self._append(line.encode() + b"\n")
-        self.done.add(checkpoint.weights)
-        return line
-
-    def _record(
-        self, checkpoint: Checkpoint, values: dict[str, float], seconds: float
-    ) -> dict[str, Any]:
         record: dict[str, Any] = {"kind": "evaluation", "step": checkpoint.step}
-        samples = read_info(self.run).lengths.get("the training set", 0)  # a stream has none
+        samples = read_info(self.run).lengths.get("the training set", 0)  # 0 for a stream
         if steps := samples // self.config.batches.global_batch_size:
             record["epoch"] = round(checkpoint.step / steps, 4)
         record |= {"time": round(time.time(), 3), "seconds": round(seconds, 3)}
         record |= {"checkpoint": f"checkpoints/{checkpoint.folder.name}"}
         record |= {"weights": checkpoint.weights, "host": socket.gethostname()}
-        return record | finite(values)
-
-    def _append(self, line: bytes) -> None:
-        """Append a whole line in one write, or nothing."""
-        assert self.file
-        size = os.fstat(self.file.fileno()).st_size
-        try:
-            is_written = self.file.write(line) == len(line)
-        except OSError:
-            is_written = False
+        line = json.dumps(record | finite(values), allow_nan=False)
+        size, is_written = os.fstat(self.file.fileno()).st_size, False
+        with suppress(OSError):
+            is_written = self.file.write(f"{line}\n".encode()) == len(line) + 1
         if not is_written:
             self.file.truncate(size)
             raise TransientError(f"{self.path} cannot be written to: free disk space there.")
         send_evaluations(self.given, self.path)  # to a mirror
+        self.done.add(checkpoint.weights)
+        return line

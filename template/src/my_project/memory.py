@@ -1,9 +1,9 @@
-"""Out of memory before a step of this start is kept: which smaller micro-batch to try, if any.
+"""Which smaller micro-batch to try when memory runs out before this start has saved a step.
 
 The launcher starts all processes again with it (launching/memory.py); without that launcher, the
-error names it. The global batch stays the same, and so does the curve, dropout apart. A step is
-kept once a checkpoint has it: an optimizer allocates its state in the first step, so that often
-only the second one is too large.
+error names it. The global batch stays the same, and so does the curve, except for dropout. A saved
+step counts, not the first step: an optimizer allocates its state in that, so often only the second
+one does not fit.
 """
 
 from collections.abc import Iterator
@@ -40,13 +40,13 @@ class Smaller:
 def memory_explained(
     accelerator: Accelerator, run: Run, layout: BatchLayout, model: nn.Module, train_set: Any
 ) -> Iterator[None]:
-    """Add to an error of the block what to do about memory.
+    """Add to an error for lack of memory what to do about it.
 
-    Host memory counts where the CPU trains. A loader worker that runs out of it does not: fewer
-    workers help there, and `loader worker` is a cause of its own.
+    A lack of host memory counts if the CPU trains, but not in a loader worker: fewer workers help
+    there, and `loader worker` is a cause of its own.
     """
     first_step, is_on_cpu = run.step, accelerator.device.type == "cpu"
-    if is_on_cpu:  # the kernel may kill this process, which then explains nothing
+    if is_on_cpu:  # the kernel may kill this process before it can explain anything
         smaller = smaller_micro_batch(run, layout, model, train_set)
         write_to_logs(NOTE, asdict(smaller) | {"launch": run.token, "first_step": first_step})
     try:
@@ -61,10 +61,10 @@ def memory_explained(
 
 
 def _explain(error: Exception, run: Run, smaller: Smaller) -> None:
-    """Add to an error what its error file and the launcher are to know."""
+    """Add the advice to an error, and the facts that its error file has for the launcher."""
     codes = [frame.f_code for frame, _ in walk_tb(error.__traceback__)]
     size = run.config.evaluation.batch_size
-    if Checkpoints.save.__code__ in codes:  # which does not depend on the micro-batch
+    if Checkpoints.save.__code__ in codes:  # a save does not depend on the micro-batch
         return
     if size and evaluate.__code__ in codes:
         smaller = Smaller(advice=f"Lower evaluation.batch_size, which is {size}.")
@@ -87,13 +87,13 @@ def smaller_micro_batch(run: Run, layout: BatchLayout, model: nn.Module, train_s
         )
     if why := _why_the_curve_would_change(run, model):
         return Smaller(
-            advice=f"batches.micro_batch_size {sizes[0]} may fit, but is yours to set: it would"
-            f" change the curve, since {why}.",
+            advice=f"batches.micro_batch_size {sizes[0]} may fit, but you have to set it yourself:"
+            f" it would change the curve, since {why}.",
             exit_code=2,
         )
     return Smaller(
-        advice=f"Micro-batches of {size} do not fit, batches.micro_batch_size {sizes[0]} is the"
-        " next to try: accumulation rises to match, so the curve is the same, dropout apart.",
+        advice=f"Micro-batches of {size} do not fit; batches.micro_batch_size {sizes[0]} is the"
+        " next to try: accumulation rises to match, so the curve is the same except for dropout.",
         next_micro_batch_size=sizes[0],
     )
 

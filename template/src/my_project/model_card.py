@@ -1,7 +1,7 @@
 """Write export/README.md, the model card of the Hugging Face Hub, from the records of a run.
 
-It says what was trained, on which data, with which results, and how to load it; no license, which
-only the owner knows, and no path or secret. A page that somebody has edited is kept.
+It says what was trained, on which data, with which results, and how to load it. It has no license,
+which only the owner knows, and no path or secret. A page that somebody has edited is kept.
 """
 
 import hashlib
@@ -20,19 +20,18 @@ from .run_folder import Run
 from .safety.redaction import is_secret, mask
 from .words import PACKAGE, format_metric, printable
 
-NEW_LINE = "\n"
 MOST_METRICS = 8  # so that the page stays short
 MARK = "<!-- written from the records; an edited page is kept: {} -->\n"
 IS_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")  # of a dataset, not a path
 
 
 def write_model_card(run: Run, model: nn.Module, folder: Path) -> None:
-    """Write README.md into the folder that is to become export/, or keep the owner's.
+    """Write README.md into the folder that will become export/, or keep an edited one.
 
     Args:
-        run: the run folder, whose export/ is that of before.
+        run: its export/ is still the previous one.
         model: its parameters are counted.
-        folder: may hold a README.md of the recipe's export, which stays.
+        folder: if the recipe's export has written a README.md there, it is kept.
     """
     before, path = run.folder / "export" / "README.md", folder / "README.md"
     if os.path.lexists(before) and not is_written_here(before):
@@ -43,7 +42,7 @@ def write_model_card(run: Run, model: nn.Module, folder: Path) -> None:
 
 
 def is_written_here(path: Path) -> bool:
-    """Return whether a page is as this module has written it."""
+    """Return whether this module has written a page and nobody has edited it."""
     with suppress(OSError, ValueError):
         text, start, end = read_own(path).decode().rpartition(MARK.partition("{}")[0])
         return f"{start}{end}" == MARK.format(digest(text))
@@ -51,7 +50,7 @@ def is_written_here(path: Path) -> bool:
 
 
 def digest(text: str) -> str:
-    """Return a hash by which a change of the text is noticed."""
+    """Return a hash that shows whether the text was changed."""
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
@@ -62,14 +61,14 @@ def model_card(run: Run, model: nn.Module) -> str:
     info, batch_size = read_info(run.folder), config.batches.global_batch_size
     count = sum(parameter.numel() for parameter in model.parameters())
     commit = f", at commit {info.git_commit}" if info.git_commit else ""
-    commit += " with changes that were not committed" * bool(info.git_dirty)
+    commit += " with changes that were not committed" if info.git_dirty else ""
     trusted = "" if name.startswith(f"{PACKAGE}.") else f', ["{name}"]'
     dataset, is_on_hub = dataset_name(config.recipe)
-    datasets = f"datasets: [{dataset}]\n" * is_on_hub
-    sizes = [
-        f"- {cell(name)}: {length:,}{' samples' * ('lanes' not in name)}"
-        for name, length in run.lengths.items()
-    ]
+    data = [f"- dataset: {dataset}"] if dataset else []
+    for set_name, length in run.lengths.items():
+        data.append(f"- {cell(set_name)}: {length:,}{'' if 'lanes' in set_name else ' samples'}")
+    data_lines = "\n".join(data)
+    datasets = f"datasets: [{dataset}]\n" if is_on_hub else ""
     return f"""---
 library_name: {PACKAGE}
 tags: [pytorch, safetensors, accelerate]
@@ -82,7 +81,7 @@ A `{kind.__qualname__}` with {count:,} parameters, trained by `{name}` of the pr
 
 ## Data
 
-{NEW_LINE.join([f"- dataset: {dataset}"] * bool(dataset) + sizes)}
+{data_lines}
 
 ## Results
 
@@ -102,7 +101,7 @@ config, data_info, model = load(Path("export"){trusted})
 
 
 def dataset_name(recipe: Any) -> tuple[str, bool]:
-    """Return the recipe's dataset and whether it has the form of one on the Hub; "": not known."""
+    """Return the name of the recipe's dataset, "" if unknown, and whether it can be on the Hub."""
     for field in ("dataset", "data"):
         value = getattr(recipe, field, None)
         if isinstance(value, str) and IS_NAME.fullmatch(value) and not is_secret(field):
@@ -117,16 +116,16 @@ def results(run: Run) -> str:
     if not evaluations:
         return "None: the run has no validation set.\n"
     columns = {"last": evaluations[-1]}
-    if best := [one for one in evaluations if one.get("is_best") is True]:
+    if best := [record for record in evaluations if record.get("is_best") is True]:
         columns["best"] = best[-1]
-    heads = [f"{name} (step {one['step']:,})" for name, one in columns.items()]
+    heads = [f"{name} (step {record['step']:,})" for name, record in columns.items()]
     rows = [["metric", *heads], ["---"] * (1 + len(heads))]
-    names = [name for name in evaluations[-1] if "/" in name][:MOST_METRICS]
-    for name in names:
-        rows.append([cell(name), *(format_metric(one.get(name)) for one in columns.values())])
+    for name in [name for name in evaluations[-1] if "/" in name][:MOST_METRICS]:
+        values = [format_metric(record.get(name)) for record in columns.values()]
+        rows.append([cell(name), *values])
     return "".join(f"| {' | '.join(row)} |\n" for row in rows)
 
 
 def cell(text: str) -> str:
-    """Return a text that stays in one line and one cell of a table."""
+    """Return a text in one line, which does not end a cell of a table."""
     return printable(text).replace("|", "\\|")

@@ -1,18 +1,17 @@
-"""What a run records of its code, packages and command, and the code that each start ran.
+"""Record the code, packages and command of a run, and keep the code that each start ran.
 
-    starts/<launch>/           of each start whose code differs from that of the earlier ones
+    starts/<launch>/           for a start whose code differs from that of earlier ones
       start.json               Kept
-      code.patch               for `git apply` on the commit: changes and untracked files
-      sources.zip              what git does not have: without git, all of the code
+      code.patch               changes to the commit and untracked files, for `git apply`
+      sources.zip              code that git does not have; without git, all of it
       requirements.txt         the imported distributions, for pip
-      same_code.txt            the later starts that ran this code, a line each
+      same_code.txt            later starts that ran the same code, a line each
 
 Secrets are masked. tools/reproduce.py prints the commands that use these files.
 """
 
 import ast
 import hashlib
-import importlib.metadata
 import inspect
 import io
 import json
@@ -29,12 +28,13 @@ import zipfile
 from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
-from importlib.metadata import PackageNotFoundError, version
+from functools import partial
+from importlib.metadata import Distribution, PackageNotFoundError, distributions, version
 from pathlib import Path
 from typing import Any
 
 from .config import Config, to_yaml
-from .files import discard, from_object, open_own, read_json
+from .files import discard, flush_to_disk, from_object, open_own, read_json
 from .manifest import put_in_place
 from .safety.redaction import (
     MASK,
@@ -50,7 +50,7 @@ from .words import PACKAGE
 logger = logging.getLogger(__name__)
 RECORDED_PACKAGES = ("torch", "accelerate", "safetensors", "torchmetrics", "numpy", "scikit-learn")
 MOST_BYTES = 1_000_000  # of the code that a start keeps
-MOST_CHANGED_BYTES = 64_000_000  # of the files that git compares with the commit
+MOST_CHANGED_BYTES = 64_000_000  # of the changed files that git compares with the commit
 GIT_SECONDS = 10.0
 LITERAL = re.compile(  # in Python: name = "value", name: str = "value", "name": "value"
     r"""(?P<name>[\w.-]+)
@@ -62,10 +62,10 @@ LITERAL = re.compile(  # in Python: name = "value", name: str = "value", "name":
 
 @dataclass(frozen=True, kw_only=True)
 class Origin:
-    """Where a checkpoint or an export comes from."""
+    """The code and config that wrote a checkpoint or an export."""
 
     run: str = ""
-    start: str = ""  # the folder in starts/ that has the code; "" where none was kept
+    start: str = ""  # the folder in starts/ that has the code; "" if it was not kept
     commit: str | None = None
     code: str = ""  # modules_digest
     packages: dict[str, str] = field(default_factory=dict)  # imported distributions
@@ -91,9 +91,9 @@ class Kept:
     not_kept: str = ""  # what is missing, and why
 
     def is_like(self, other: "Kept") -> bool:
-        """Return whether the code is the same, and each package that both have imported."""
-        others = other.packages
-        is_same = all(others.get(name, known) == known for name, known in self.packages.items())
+        """Return whether the code is the same, and each package that both starts have imported."""
+        both = self.packages.keys() & other.packages.keys()
+        is_same = all(self.packages[name] == other.packages[name] for name in both)
         return is_same and replace(self, packages={}) == replace(other, packages={})
 
 
@@ -104,36 +104,36 @@ def source_hash(file: str | Path | None) -> str | None:
 
 def modules() -> list[Path]:
     """Return the project's modules."""
-    # no broken links, by which an editor locks a file
+    # without broken links, which editors use to lock a file
     return sorted(path for path in Path(__file__).parent.rglob("*.py") if path.is_file())
 
 
 def modules_digest(config: Config) -> str:
-    """Return a hash of the project's modules and the recipe's."""
+    """Return a hash of the project's modules and the recipe's module."""
     recipe = inspect.getsourcefile(type(config.recipe))
     hashes = [source_hash(path) for path in (*modules(), recipe)]
     return hashlib.sha256(str(hashes).encode()).hexdigest()[:8]
 
 
 def installed(source: str | None = None) -> dict[str, str]:
-    """Return the versions of the packages that a run depends on: the loop's, and the recipe's.
+    """Return the versions of the packages that the loop and the recipe import.
 
-    A package whose module has another name is listed by that: cv2, PIL.
+    A package whose module has another name is listed by the module's: cv2, PIL.
     """
-    found = {}
+    versions = {}
     for name in (*RECORDED_PACKAGES, *imports_of(source)):
         if name not in sys.stdlib_module_names:
             known = getattr(sys.modules.get(name), "__version__", None)
             with suppress(PackageNotFoundError):
                 known = version(name)
-            found |= {name: str(known)} if known else {}
-    return found
+            versions |= {name: str(known)} if known else {}
+    return versions
 
 
 def imports_of(source: str | None) -> list[str]:
-    """Return the top-level modules that a source file imports, also inside functions."""
+    """Return the top-level modules that a source file imports, including inside functions."""
     names: set[str] = set()
-    with suppress(OSError, ValueError):  # ValueError: also of its syntax, or a zero byte
+    with suppress(OSError, ValueError):  # ValueError: a wrong encoding or a zero byte
         for node in ast.walk(ast.parse(Path(source or "").read_bytes())):
             if isinstance(node, ast.Import):
                 names |= {alias.name.partition(".")[0] for alias in node.names}
@@ -146,10 +146,11 @@ def provenance(source: str | None = None) -> dict[str, Any]:
     """Return what is needed to reproduce the run, without secrets.
 
     Args:
-        source: the recipe's file, whose repository is that of the project.
+        source: the recipe's file; git is asked about the repository that it is in.
     """
     folder = Path(source or __file__).resolve().parent
-    is_tracked = _git(folder, "check-ignore", "-q", ".") is None  # not an environment in another's
+    # ignored: an installed package, in an environment inside the repository of another project
+    is_tracked = _git(folder, "check-ignore", "-q", ".") is None
     commit = _git(folder, "rev-parse", "HEAD") if is_tracked else None
     changes = _git(folder, "status", "--porcelain") if is_tracked else None
     return {
@@ -171,7 +172,7 @@ def provenance(source: str | None = None) -> dict[str, Any]:
 
 
 def _launcher() -> list[str]:
-    """Return the command that started this process through accelerate launch; [] if none did."""
+    """Return the command of the launcher that started this process; [] without one."""
     import psutil
 
     with suppress(psutil.Error):
@@ -184,18 +185,16 @@ def _launcher() -> list[str]:
 
 def _git(folder: Path, *arguments: str, **variables: str) -> str | None:
     # in a hook, git's variables name another repository
-    others = {k: value for k, value in os.environ.items() if not k.startswith("GIT_")}
-    variables = others | {"GIT_OPTIONAL_LOCKS": "0"} | variables
-    command = ["git", "-C", str(folder), *arguments]
+    others = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}
     try:
         return subprocess.run(
-            command,
+            ["git", "-C", str(folder), *arguments],
             capture_output=True,
             encoding="utf-8",
             errors="surrogateescape",
             check=True,
             timeout=GIT_SECONDS,
-            env=variables,
+            env=others | {"GIT_OPTIONAL_LOCKS": "0"} | variables,
         ).stdout.strip()
     except (OSError, subprocess.SubprocessError):
         return None
@@ -203,33 +202,31 @@ def _git(folder: Path, *arguments: str, **variables: str) -> str | None:
 
 # ---- the code of a start -------------------------------------------------------------------------
 def keep_code(run_folder: Path, config: Config, run: str, start: str) -> Origin:
-    """Keep the code that this start runs in starts/, unless an earlier start has the same.
+    """Keep the code that this start runs in starts/, unless an earlier start has kept the same.
 
-    Called by rank 0, before there are workers: a fork would inherit the pipes to git.
+    Called by rank 0, before there are loader workers: a fork would inherit the pipes to git.
 
     Args:
-        run_folder: of the run.
-        config: of the run.
+        run_folder: the folder of the run.
+        config: its settings.
         run: its identity.
         start: the name of this start.
     """
     imported = imported_distributions()
-    packages = {name: one.version for name, one in imported.items()}
+    packages = {name: distribution.version for name, distribution in imported.items()}
     kept = Kept(code=modules_digest(config), packages=packages)
     starts = run_folder / "starts"
     try:
         starts.mkdir(exist_ok=True)
-        for left in starts.glob(".*.partial"):  # of a start that was killed
-            discard(left)
+        for leftover in starts.glob(".*.partial"):  # of a start that was killed
+            discard(leftover)
         kept, contents = code_that_runs(config, kept)
-        contents["requirements.txt"] = "".join(
-            f"{one}\n" for one in requirements(imported)
-        ).encode()
+        contents["requirements.txt"] = requirements(imported).encode()
         name = _write(starts, kept, contents, start)
-    except OSError as error:  # a run goes on without
+    except OSError as error:  # the run goes on without it
         kept, name = replace(kept, not_kept=f"it could not be written: {error}"), ""
     if kept.not_kept:
-        logger.warning("the code of this start is not kept whole: %s", mask(kept.not_kept))
+        logger.warning("not all code of this start is kept: %s", mask(kept.not_kept))
     return Origin(
         run=run,
         start=name,
@@ -241,7 +238,7 @@ def keep_code(run_folder: Path, config: Config, run: str, start: str) -> Origin:
 
 
 def _write(starts: Path, kept: Kept, contents: dict[str, bytes], start: str) -> str:
-    """Write the folder of a start, or its name into that of an earlier one; return its name."""
+    """Write the folder of a start, or add its name to one with the same code; return the folder."""
     for path in sorted(starts.glob("*/start.json")):
         with suppress(TypeError):  # damaged
             if kept.is_like(from_object(Kept, read_json(path))):
@@ -252,16 +249,14 @@ def _write(starts: Path, kept: Kept, contents: dict[str, bytes], start: str) -> 
     temporary.mkdir()
     contents["start.json"] = (json.dumps(asdict(kept), indent=1) + "\n").encode()
     for name, content in contents.items():
-        with (temporary / name).open("wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
+        (temporary / name).write_bytes(content)
+        flush_to_disk(temporary / name)
     put_in_place(temporary, starts / start)
     return start
 
 
 def code_that_runs(config: Config, kept: Kept) -> tuple[Kept, dict[str, bytes]]:
-    """Return what start.json says of the code, and the contents of the files that hold it."""
+    """Return the content of start.json, and the contents of the files with the code."""
     sources = _sources(config)
     patch, masked = "", set[str]()
     if top := _top_folder(Path(list(sources)[-1]).parent):
@@ -271,24 +266,25 @@ def code_that_runs(config: Config, kept: Kept) -> tuple[Kept, dict[str, bytes]]:
             for path, name in sources.items()
         }
         patch, tracked, problem = _changes(top, sources)
-        patch, masked, whole = masked_patch(patch)
-        left_out = {path: name for path, name in sources.items() if path not in tracked}
-        sources = left_out | {top / name: name for name in whole if (top / name).is_file()}
+        patch, masked, left_out = masked_patch(patch)
+        untracked = {path: name for path, name in sources.items() if path not in tracked}
+        sources = untracked | {top / name: name for name in left_out if (top / name).is_file()}
         kept = replace(kept, not_kept="; ".join(filter(None, (kept.not_kept, problem))))
-    archive, masked_there = _archive(sources)
+    archive, masked_in_archive = _archive(sources)
     contents = {"code.patch": os.fsencode(patch), "sources.zip": archive}
     contents = {name: content for name, content in contents.items() if content}
     if (size := sum(map(len, contents.values()))) > MOST_BYTES:
         problem = f"it has {size / 1e6:.1f} MB, more than the {MOST_BYTES / 1e6:.0f} MB to keep"
         kept, contents = replace(kept, not_kept=problem), {}
     hashes = {name: hashlib.sha256(content).hexdigest() for name, content in contents.items()}
-    return replace(kept, files=hashes, masked=tuple(sorted(masked | masked_there))), contents
+    return replace(kept, files=hashes, masked=tuple(sorted(masked | masked_in_archive))), contents
 
 
 def _sources(config: Config) -> dict[Path, str]:
-    """Return the files that make a run, each with its path below a folder of their own.
+    """Return the files with a run's code, and the path of each in sources.zip.
 
-    The accelerate configs that are here, the project's modules, and last the recipe.
+    They are the accelerate configs in the current folder, the project's modules, and last the
+    recipe's.
     """
     package = Path(__file__).parent
     sources = {path.resolve(): str(path) for path in Path("accelerate_configs").glob("*.yaml")}
@@ -302,29 +298,27 @@ def _sources(config: Config) -> dict[Path, str]:
 
 def _top_folder(folder: Path) -> Path | None:
     """Return the top folder of the repository that tracks a folder, if it has a commit."""
-    if _git(folder, "check-ignore", "-q", ".") is not None or not _git(folder, "rev-parse", "HEAD"):
-        return None
-    top = _git(folder, "rev-parse", "--show-toplevel")
-    return Path(top).resolve() if top else None
+    is_tracked = _git(folder, "check-ignore", "-q", ".") is None
+    lines = _git(folder, "rev-parse", "--show-toplevel", "HEAD") if is_tracked else None
+    return Path(lines.splitlines()[0]).resolve() if lines else None
 
 
 def _in_git(kept: Kept, top: Path, sources: dict[Path, str]) -> Kept:
-    """Add what a repository's state is, besides changes.
+    """Add the state of the repository, except for changes.
 
     Args:
         kept: what is known so far.
         top: the repository's top folder.
-        sources: of _sources, whose paths end as the names do in the folders that imports begin in.
+        sources: the result of _sources; a path without the name at its end is on the search path.
     """
     here = Path.cwd().resolve()
-    modules = [path for path in sources if path.suffix == ".py"]
-    roots = {Path(str(path).removesuffix(sources[path])) for path in modules}
+    roots = {Path(str(p).removesuffix(name)) for p, name in sources.items() if p.suffix == ".py"}
     roots = {root for root in roots if root.is_dir() and root.is_relative_to(top)}
     submodules = {}
     if (top / ".gitmodules").is_file():
         for line in (_git(top, "submodule", "status", "--recursive") or "").splitlines():
-            if found := re.fullmatch(r"[ +U]?(\w+) (.*?)( \(.*\))?", line):
-                submodules[found[2]] = found[1]
+            if match := re.fullmatch(r"[ +U]?(\w+) (.*?)( \(.*\))?", line):
+                submodules[match[2]] = match[1]
     changed = [name for name in submodules if _git(top / name, "status", "--porcelain")]
     return replace(
         kept,
@@ -347,32 +341,32 @@ def _changes(top: Path, sources: Iterable[Path]) -> tuple[str, set[Path], str]:
     paths = [path for path in paths if Path(path).is_relative_to(top)]
     with tempfile.TemporaryDirectory() as folder:
         index, output = Path(folder, "index"), Path(folder, "patch")
-        own = top / (_git(top, "rev-parse", "--git-path", "index") or "")
         with suppress(OSError):  # a commit without an index
-            shutil.copy2(own, index)  # with its time, by which git sees what changed just now
-        listed = _git(top, "ls-files", "-z", "--others", "--exclude-standard", "--", *paths)
-        new = [name for name in (listed or "").split("\0") if name]
-        if new:
-            _git(top, "add", "--intent-to-add", "--", *new, GIT_INDEX_FILE=str(index))
+            # with its time, from which git sees what has changed just now
+            shutil.copy2(top / (_git(top, "rev-parse", "--git-path", "index") or ""), index)
+        git = partial(_git, top, GIT_INDEX_FILE=str(index))
+        listed = git("ls-files", "-z", "--others", "--exclude-standard", "--", *paths)
+        if new := [name for name in (listed or "").split("\0") if name]:
+            git("add", "--intent-to-add", "--", *new)
         options = ("--ignore-submodules=all", "--no-renames", "--no-ext-diff", "--no-textconv")
-        command = ("diff", "HEAD", "--no-color", "--no-relative", *options)
-        names = _git(top, *command, "--name-only", "-z", GIT_INDEX_FILE=str(index))
+        diff = ("diff", "HEAD", "--no-color", "--no-relative", *options)
+        names = git(*diff, "--name-only", "-z")
         changed = [top / name for name in (names or "").split("\0") if name]
         size = sum(path.lstat().st_size for path in changed if path.is_file())
         prefixes = ("--src-prefix=a/", "--dst-prefix=b/", "--binary", f"--output={output}")
-        quoting = ("-c", "core.quotePath=false")
-        done: str | None = None
+        answer: str | None = None
         if names is not None and size <= MOST_CHANGED_BYTES:
-            done = _git(top, *quoting, *command, *prefixes, GIT_INDEX_FILE=str(index))
-        patch = os.fsdecode(output.read_bytes()) if done is not None else ""
-        known = _git(top, "ls-files", "-z", "--", *paths, GIT_INDEX_FILE=str(index))
-    tracked = {top / name for name in (known or "").split("\0")}
-    if done is None or len(os.fsencode(patch)) > MOST_BYTES:
-        problem = f"the changes to the commit are more than the {MOST_BYTES / 1e6:.0f} MB to keep"
-        if size <= MOST_CHANGED_BYTES and done is None:
-            problem = f"git did not tell the changes to the commit within {GIT_SECONDS:.0f} s"
-        return "", set(), f"{problem}, so there are only the modules of {PACKAGE} and the recipe"
-    return patch, tracked, ""
+            answer = git("-c", "core.quotePath=false", *diff, *prefixes)
+        patch = os.fsdecode(output.read_bytes()) if answer is not None else ""
+        tracked = git("ls-files", "-z", "--", *paths)
+    is_large = size > MOST_CHANGED_BYTES or len(os.fsencode(patch)) > MOST_BYTES
+    if is_large or answer is None:
+        problem = f"git did not list the changes to the commit within {GIT_SECONDS:.0f} s"
+        if is_large:
+            size_text = f"{MOST_BYTES / 1e6:.0f} MB"
+            problem = f"the changes to the commit are more than the {size_text} to keep"
+        return "", set(), f"{problem}, so only the modules of {PACKAGE} and the recipe are kept"
+    return patch, {top / name for name in (tracked or "").split("\0")}, ""
 
 
 def masked_patch(patch: str) -> tuple[str, set[str], list[str]]:
@@ -385,43 +379,40 @@ def masked_patch(patch: str) -> tuple[str, set[str], list[str]]:
     """
     parts, masked, left_out = [], set[str](), []
     for part in re.split(r"(?m)^(?=diff --git )", patch):
-        header, hunks = part, ""
-        if begin := re.search(r"(?m)^@@ ", part):
-            header, hunks = part[: begin.start()], part[begin.start() :]
-        names = re.findall(r"(?m)^(?:--- a|\+\+\+ b)/(.*?)\t?$", header) or [""]
-        lines = hunks.splitlines(keepends=True)
-        safe = [line[:1] + mask_file(line[1:], names[-1]) for line in lines]
+        header, *hunks = re.split(r"(?m)^(?=@@ )", part, maxsplit=1)
+        name = (re.findall(r"(?m)^(?:--- a|\+\+\+ b)/(.*?)\t?$", header) or [""])[-1]
+        lines = "".join(hunks).splitlines(keepends=True)
+        safe = [line[:1] + mask_file(line[1:], name) for line in lines]
         differing = [old for old, new in zip(lines, safe, strict=True) if old != new]
-        masked |= {names[-1]} if differing else set()
+        masked |= {name} if differing else set()
         if all(line.startswith("+") for line in differing):
             parts.append(header + "".join(safe))
         else:
-            left_out.append(names[-1])
+            left_out.append(name)
     return "".join(parts), masked, left_out
 
 
 def mask_file(text: str, name: str) -> str:
-    """Mask secrets in a file's text: in Python only literals, so that the code stays the same."""
+    """Mask secrets in a file's text: in Python only in literals, so that the code stays valid."""
     return mask_source(text) if name.endswith(".py") else mask(text)
 
 
 def mask_source(text: str) -> str:
-    """Mask secrets in Python code: of values only strings that are neither special nor a name."""
+    """Mask secrets in Python code; a value such as HF_TOKEN or <token> is a name, not a secret."""
 
-    def mask_literal(found: re.Match[str]) -> str:
-        is_name = re.fullmatch(r"[A-Z][A-Z_\d]+|[<\[].*[>\]]", found["value"])  # as HF_TOKEN is
-        is_kept = is_name or not is_masked(found["name"])
-        return found[0] if is_kept else found["name"] + found["sign"] + MASK
+    def mask_literal(match: re.Match[str]) -> str:
+        is_placeholder = re.fullmatch(r"[A-Z][A-Z_\d]+|[<\[].*[>\]]", match["value"])
+        is_kept = is_placeholder or not is_masked(match["name"])
+        return match[0] if is_kept else match["name"] + match["sign"] + MASK
 
     return LITERAL.sub(mask_literal, mask_unnamed(text))
 
 
 def _archive(sources: dict[Path, str]) -> tuple[bytes, set[str]]:
-    """Return a zip archive of files, the same for the same files, and those that were masked."""
+    """Return a zip archive, equal for equal files, and the names of files with a masked secret."""
     if not sources:
         return b"", set()
-    masked = set()
-    output = io.BytesIO()
+    masked, output = set[str](), io.BytesIO()
     with zipfile.ZipFile(output, "w", zipfile.ZIP_DEFLATED) as archive:
         for path, name in sorted(sources.items(), key=lambda item: item[1]):
             lines = os.fsdecode(path.read_bytes()).splitlines(keepends=True)
@@ -433,38 +424,38 @@ def _archive(sources: dict[Path, str]) -> tuple[bytes, set[str]]:
 
 
 # ---- packages ------------------------------------------------------------------------------------
-def imported_distributions() -> dict[str, importlib.metadata.Distribution]:
-    """Return the distributions of which a module is imported, by name, but for the project's.
+def imported_distributions() -> dict[str, Distribution]:
+    """Return the distributions with an imported module, by name, without the project's own.
 
     importlib.metadata.packages_distributions takes about three times as long.
     """
     own = PACKAGE.partition(".")[0]
     imported = {name.partition(".")[0] for name in sys.modules}
-    known = {one: top_modules(one) for one in importlib.metadata.distributions()}
-    used = [one for one, tops in known.items() if tops & imported and own not in tops]
-    # of two with one name, Python imports the first
-    return dict(sorted({one.name: one for one in reversed(used)}.items()))
+    modules = {dist: top_modules(dist) for dist in distributions()}
+    used = [dist for dist, tops in modules.items() if tops & imported and own not in tops]
+    # if two have the same name, Python imports the first
+    return dict(sorted({dist.name: dist for dist in reversed(used)}.items()))
 
 
-def top_modules(one: importlib.metadata.Distribution) -> set[str]:
+def top_modules(distribution: Distribution) -> set[str]:
     """Return the top-level modules and packages of a distribution."""
-    if listed := one.read_text("top_level.txt"):
+    if listed := distribution.read_text("top_level.txt"):
         return set(listed.split())
-    lines = (one.read_text("RECORD") or "").splitlines()
+    lines = (distribution.read_text("RECORD") or "").splitlines()
     return {re.split(r"[/,.]", line, maxsplit=1)[0] for line in lines}
 
 
-def requirements(imported: dict[str, importlib.metadata.Distribution]) -> list[str]:
-    """Return the lines of a requirements file for the imported distributions."""
+def requirements(imported: dict[str, Distribution]) -> str:
+    """Return the text of a requirements file for the imported distributions."""
     lines, indexes = [], set()
-    for name, one in imported.items():
-        line = f"{name}=={one.version}"
+    for name, distribution in imported.items():
+        line = f"{name}=={distribution.version}"
         with suppress(ValueError, KeyError, TypeError):  # TypeError: it comes from an index
-            origin = json.loads(one.read_text("direct_url.json"))  # type: ignore[arg-type]
+            origin = json.loads(distribution.read_text("direct_url.json"))  # type: ignore[arg-type]
             line = f"# {line} was installed from {mask(origin['url'])}"
             vcs = origin["vcs_info"]
             line = f"{name} @ {vcs['vcs']}+{mask(origin['url'])}@{vcs['commit_id']}"
-        lines.append(line)
-        if name == "torch" and (found := re.search(r"\+((?:cpu|cu|rocm|xpu)[\d.]*)", line)):
-            indexes.add(f"--extra-index-url https://download.pytorch.org/whl/{found[1]}")
-    return [*indexes, *lines]
+        lines.append(f"{line}\n")
+        if name == "torch" and (build := re.search(r"\+((?:cpu|cu|rocm|xpu)[\d.]*)", line)):
+            indexes.add(f"--extra-index-url https://download.pytorch.org/whl/{build[1]}\n")
+    return "".join((*indexes, *lines))

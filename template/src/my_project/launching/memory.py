@@ -1,7 +1,7 @@
-"""Smaller micro-batches for the next start, on all nodes alike, where larger ones do not fit.
+"""Start again with smaller micro-batches, equal on all nodes, if larger ones do not fit in memory.
 
-Each process says which size to try (memory.py). Of a process that the kernel has killed for lack of
-memory, the launcher says it: the kernel counts such kills for each control group.
+A process that fails reports which size to try (memory.py). For one that the kernel has killed for
+lack of memory, the launcher does: the kernel counts such kills for each control group.
 """
 
 import hashlib
@@ -31,20 +31,20 @@ if TYPE_CHECKING:
 
 # ---- the micro-batch size ------------------------------------------------------------------------
 def lowered_micro_batch(config: Config, options: Namespace) -> int:
-    """Return the size to which earlier launches with the same settings have come; 0 without one.
+    """Return the size that the last launch with the same settings came to; 0 without one.
 
-    So the same command does not try again what did not fit. A command with other settings does.
+    So the same command does not try again what did not fit; a command with other settings does.
     """
     if starts_over_now(config):
         return 0
     digest = _digest(config, options)
-    sizes = [line for line in lines(config.folder) if line.get("settings") == digest]
-    return max([0, *(line.get("micro_batch_size") or 0 for line in sizes[-1:])])
+    starts = [line for line in lines(config.folder) if line.get("settings") == digest]
+    return (starts[-1].get("micro_batch_size") or 0) if starts else 0
 
 
-def with_next_micro_batch(launch: "Launch", found: list[Failure]) -> "Launch":
-    """Return a launch with the size that a failed process of this node asks for."""
-    first = first_failure(found)
+def with_next_micro_batch(launch: "Launch", failures: list[Failure]) -> "Launch":
+    """Return the launch with the size that the first failure on this node asks for, if any."""
+    first = first_failure(failures)
     size = first.next_micro_batch_size if first else None
     return replace(launch, lowered_micro_batch_size=size) if size else launch
 
@@ -52,15 +52,15 @@ def with_next_micro_batch(launch: "Launch", found: list[Failure]) -> "Launch":
 def with_lowered_micro_batch(
     launch: "Launch", here: "Launch", others: Any
 ) -> "tuple[Launch, Launch]":
-    """Return both launches with the size on which the nodes agree: the smallest that one asks for.
+    """Return both launches with the smallest size that any node asks for.
 
     Args:
-        launch: the settings as they were given, which keeps the size for later starts.
-        here: the settings of the next start, to which it applies.
+        launch: the settings as they were given; keeps the size for later starts.
+        here: the settings of the next start, which uses the size.
         others: nodes.OtherNodes; None on one node.
     """
-    sizes = [node.lowered_micro_batch_size for node in others.members] if others else []
-    size = min(filter(None, sizes or [launch.lowered_micro_batch_size]), default=0)
+    nodes = others.members if others else [launch]
+    size = min(filter(None, (node.lowered_micro_batch_size for node in nodes)), default=0)
     launch = replace(launch, lowered_micro_batch_size=size)
     batches = here.config.batches
     if not size or size >= batch_layout(batches, here.world_size).micro_batch_size:
@@ -72,11 +72,10 @@ def with_lowered_micro_batch(
 
 
 def lowered_micro_batch_fields(launch: "Launch", here: "Launch") -> dict[str, str | int]:
-    """Return what starts.jsonl says of a start with a lowered size; {} without one."""
-    if not here.lowered_micro_batch_size:
-        return {}
-    size = here.lowered_micro_batch_size
-    return {"micro_batch_size": size, "settings": _digest(launch.config, launch.options)}
+    """Return the fields of starts.jsonl for a start with a lowered size; {} without one."""
+    if size := here.lowered_micro_batch_size:
+        return {"micro_batch_size": size, "settings": _digest(launch.config, launch.options)}
+    return {}
 
 
 def _digest(config: Config, options: Namespace) -> str:
@@ -88,18 +87,18 @@ def _digest(config: Config, options: Namespace) -> str:
 def count_memory_kills() -> int:
     """Return how many processes of this control group the kernel has killed for lack of memory.
 
-    0 where that is not known: on another system than Linux, or in the root group.
+    0 if that is unknown: on systems other than Linux, or in the root group.
     """
     total = 0
     files = {"": "memory.events", "memory": "memory/memory.oom_control"}  # version 2; version 1
     with suppress(OSError, ValueError):
         for line in OWN_GROUPS.read_text().splitlines():
             _, controllers, group = line.split(":", 2)
-            if file := files.get(controllers):
-                path = CONTROL_GROUPS / file
-                # in a container its own group may be mounted as the root
+            if name := files.get(controllers):
+                path = CONTROL_GROUPS / name
+                # in a container, its own group may be mounted as the root
                 paths = path.parent / group.lstrip("/") / path.name, path
-                words = next((one.read_text() for one in paths if one.is_file()), "").split()
+                words = next((file.read_text() for file in paths if file.is_file()), "").split()
                 total += int(dict(zip(words[::2], words[1::2], strict=True)).get("oom_kill", 0))
     return total
 
@@ -107,7 +106,7 @@ def count_memory_kills() -> int:
 def report_memory_kill(
     before: int,
     codes: dict[int, int],
-    found: list[Failure],
+    failures: list[Failure],
     workers: "Workers",
     logs: Path,
     starts: "Starts",
@@ -116,14 +115,15 @@ def report_memory_kill(
 
     Args:
         before: count_memory_kills() when the start began.
-        codes: exit codes by rank; changed to that of an error where one is to follow from it.
-        found: the failures of this start on this node, to which it is added.
+        codes: exit codes by rank; if the run must end, that of the killed process is changed to
+            the one of an error.
+        failures: of this start on this node; this one is added.
         workers: of this node.
         logs: the log folder.
-        starts: those of this launch.
+        starts: of this launch.
     """
     killed = [rank for rank, code in codes.items() if code == -SIGKILL]
-    killed = [rank for rank in killed if rank not in workers.killed]  # by the launcher
+    killed = [rank for rank in killed if rank not in workers.killed]  # not by the launcher
     if not killed or count_memory_kills() <= before:
         return
     rank, reason = killed[0], "killed by the kernel: no memory is left in its control group or host"
@@ -133,15 +133,15 @@ def report_memory_kill(
         step=last_record(starts.folder).get("step", 0),
         launch=starts.id,
     )
-    # written by memory_explained, unless the process was killed before
+    # written by memory_explained, unless the process was killed before that
     note = read_json(logs / f"micro_batch_rank_{rank:05d}.json")
     is_noted = note.get("launch") == starts.id
     if is_noted and (newest_checkpoint(starts.folder) or 0) <= note["first_step"]:
         facts = {name: note[name] for name in ("next_micro_batch_size", "exit_code")}
         failure = replace(failure, reason=f"{reason}. {note['advice']}", **facts)
-        if facts != {"next_micro_batch_size": None, "exit_code": 1}:  # else it is tried again
+        if facts != {"next_micro_batch_size": None, "exit_code": 1}:  # as a kill, it starts again
             codes[rank] = failure.exit_code
-    found.append(failure)
+    failures.append(failure)
     with suppress(OSError):  # the storage may be gone too
         if starts.is_new:
             write_error(starts.folder, failure)

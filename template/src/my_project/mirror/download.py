@@ -5,7 +5,9 @@ import logging
 import re
 import socket
 import uuid
+from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +23,7 @@ from ..files import (
     write_atomically,
     writing,
 )
+from ..loading.prepare import first_alone, until_all_are_done
 from ..manifest import find_damage, put_in_place
 from ..ranks import gather_on_main, on_main_then_broadcast
 from ..run_files import checkpoints, read_info, step_of
@@ -31,12 +34,12 @@ from .store import (
     Part,
     Store,
     chain,
-    checkpoint_folder,
-    is_file_with,
+    checkpoint_name,
+    complete_steps,
     is_safe,
-    parsed,
-    refused_without,
-    remote_steps,
+    parts_among,
+    sha256_of,
+    store_needed,
     transfer,
     url_of,
 )
@@ -45,16 +48,14 @@ logger = logging.getLogger(__name__)
 
 
 def fetch_from_mirror(config: Config) -> None:
-    """Fetch what the mirror has of a run, and its folder lacks, if the run has a mirror.
+    """Fetch what the mirror has of a run and its folder lacks, if the run has a mirror.
 
-    Called by every process before any process group starts: it may take long. One process of each
-    node does it, since the folder may be local to a node.
+    Called by every process before any process group starts, since it may take long. One process of
+    each node does it, since the folder may be local to a node.
 
     Raises:
         ConfigError: the mirror cannot be used, or holds another run.
     """
-    from ..loading.prepare import until_all_are_done
-
     if not config.checkpoints.mirror:
         return
     if "://" not in config.checkpoints.mirror:
@@ -67,16 +68,13 @@ def fetch_from_mirror(config: Config) -> None:
         fetch_in_turn(store, config.folder, starts_over=config.resume == "never")
 
 
-def fetch_in_turn(store: Store, folder: Path, **more: Any) -> None:
+def fetch_in_turn(store: Store, folder: Path, **options: Any) -> None:
     """Call fetch_run in one process of each node; where they share the folder, one goes first."""
-    from ..loading.prepare import first_alone  # which needs torch
-
     lock = folder.with_name(f".{folder.name}.fetch.{socket.gethostname()}.lock")
     with first_alone(lock) as is_first:
         if is_first:
-            with first_alone(folder.with_name(f".{folder.name}.fetch.lock")):
-                with refused_without(store):
-                    fetch_run(store, folder, **more)
+            with first_alone(folder.with_name(f".{folder.name}.fetch.lock")), store_needed(store):
+                fetch_run(store, folder, **options)
 
 
 def fetch_run(
@@ -87,13 +85,13 @@ def fetch_run(
     is_copy: bool = False,
     only: int | None = None,
 ) -> None:
-    """Bring a run folder up to date with its mirror; the newest intact checkpoint of both stays.
+    """Bring a run folder up to date with its mirror, up to the newest intact checkpoint of both.
 
-    What is fetched first is fetched again where a kill interrupts it: run.json comes last.
+    run.json is written last, so the next call repeats a fetch that was killed.
 
     Args:
         store: the mirror.
-        folder: the run folder, or where it will be.
+        folder: the run folder, or the path that it will have.
         starts_over: --resume never is given.
         is_copy: nothing is trained in the folder.
         only: the step of the only checkpoint that is needed.
@@ -101,56 +99,66 @@ def fetch_run(
     Raises:
         ConfigError: the mirror holds another run.
     """
-    names, local = store.sizes(), read_info(folder)
+    names, local = store.names(), read_info(folder)
     if "run.json" not in names:
         return
-    remote = str(parsed(store.read("run.json")).get("run"))
+    remote = str(store.read_json("run.json").get("run"))
     if is_copy and local.run != remote:
         discard(folder)
     elif local.run not in ("", remote):
-        if starts_over:  # killed while it moved the run aside, here and there
+        if starts_over:  # an earlier try was killed after it had moved one of the two runs aside
             return
         raise ConfigError(
             f"{store.url} holds another run ({remote}) than {folder} ({local.run}): choose another"
             " --run_name, or --resume never, which moves both aside."
         )
-    steps, own = (
-        [s for s in some if only in (None, s)]
-        for some in (remote_steps(names), map(step_of, checkpoints(folder)))
-    )
-    intact = (s for s in reversed(own) if not find_damage(checkpoint_folder(folder, s)))
-    newest = next(intact, -1)
-    is_newer = max(steps, default=-1) > newest
-    if local.run and not is_newer and not (is_copy and _has_ended_since(store, folder)):
+    own = (path for path in reversed(checkpoints(folder)) if only in (None, step_of(path)))
+    newest = next((step_of(path) for path in own if not find_damage(path)), -1)
+    wanted = (step for step in reversed(complete_steps(names)) if only in (None, step))
+    newer = [step for step in wanted if step > newest]
+    if local.run and not newer and not (is_copy and _has_ended_since(store, folder)):
         return
     logger.info("fetching %s", store.url)
     with writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
     for name in FOLDERS:
-        _fetch_folder(store, folder, name)
+        hashes = {f: h for f, h in store.read_json(f"{name}.json").items() if is_safe(f)}
+        find_problem = partial(_find_difference, hashes)
+        if find_problem(folder / name):
+            _fetch_folder(store, folder, name, [*hashes], find_problem)
     for name in ("config.yaml", "status.json", "starts.jsonl"):
         if name in names:
             _fetch_text(store, folder / name)
     if "evaluations.jsonl" in names and not (folder / "evaluations.jsonl").exists():
-        _fetch_text(store, folder / "evaluations.jsonl")  # else follow is writing it here
+        _fetch_text(store, folder / "evaluations.jsonl")  # if it exists, follow is writing it here
     codes = [name for name in names if re.fullmatch(r"starts/[\w.-]+/[\w.-]+", name)]
     transfer(store.fetch, codes, map(folder.joinpath, codes))
-    _fetch_metrics(store, folder / "metrics.jsonl", chain(names))
-    newer = (step for step in reversed(steps) if step > newest)
-    any(_fetch_checkpoint(store, folder, step, names) for step in newer)
+    _fetch_metrics(store, folder / "metrics.jsonl", chain(parts_among(names)))
+    for name in map(checkpoint_name, newer):
+        files = [file.removeprefix(f"{name}/") for file in names if file.startswith(f"{name}/")]
+        if _fetch_folder(store, folder, name, files, find_damage):
+            break
     _fetch_text(store, folder / "run.json")
 
 
 def _has_ended_since(store: Store, folder: Path) -> bool:
-    """Return whether status.json is another one, as after the last checkpoint of a run."""
+    """Return whether the mirror has another status.json, as after a run's last checkpoint."""
     with suppress(FileNotFoundError):
         return store.read("status.json") != read_own(folder / "status.json")
     return True
 
 
+def _find_difference(hashes: dict[str, str], folder: Path) -> str:
+    """Return what is wrong with a folder whose files must have these hashes; "" if nothing is."""
+    for file, digest in hashes.items():
+        if not (folder / file).is_file() or sha256_of(folder / file) != digest:
+            return f"{file} is missing or damaged"
+    return ""
+
+
 def _fetch_text(store: Store, path: Path) -> None:
     text = store.read(path.name).decode(errors="replace")
-    if path.name == "starts.jsonl":  # to which the launcher has written this start
+    if path.name == "starts.jsonl":  # the launcher has written this start to the local one
         with suppress(FileNotFoundError):
             own = read_own(path).decode(errors="replace").splitlines(keepends=True)
             text += "".join(line for line in own if line not in text)
@@ -172,40 +180,20 @@ def _fetch_metrics(store: Store, path: Path, parts: list[Part]) -> None:
         write_atomically(path, content.decode(errors="replace"))
 
 
-def _fetch_folder(store: Store, folder: Path, name: str) -> None:
+def _fetch_folder(
+    store: Store, folder: Path, name: str, files: list[str], find_problem: Callable[[Path], str]
+) -> bool:
+    """Fetch a folder of the run and put it in place if it is intact; return whether it is."""
+    final = folder / name
+    # clean_up removes such names
+    temporary = final.with_name(f".{final.name}_0_{uuid.uuid4().hex}{PARTIAL}")
     try:
-        hashes = {f: h for f, h in parsed(store.read(f"{name}.json")).items() if is_safe(f)}
-    except FileNotFoundError:
-        return
-    if all(is_file_with(folder / name / file, digest) for file, digest in hashes.items()):
-        return
-    temporary = folder / f".{name}_0_{uuid.uuid4().hex}{PARTIAL}"  # clean_up knows such names
-    try:
-        temporary.mkdir()
-        with suppress(FileNotFoundError):  # it is being replaced
-            transfer(store.fetch, (f"{name}/{f}" for f in hashes), map(temporary.joinpath, hashes))
-            if all(is_file_with(temporary / file, digest) for file, digest in hashes.items()):
-                put_in_place(temporary, folder / name)
-                return
-        logger.warning("%s/%s is damaged, and not fetched", store.url, name)
-    finally:
-        discard(temporary)
-
-
-def _fetch_checkpoint(store: Store, folder: Path, step: int, names: dict[str, int]) -> bool:
-    """Fetch a checkpoint; return whether it is intact."""
-    final = checkpoint_folder(folder, step)
-    name = f"checkpoints/{final.name}"
-    temporary = final.with_name(f".{final.name}_{uuid.uuid4().hex}{PARTIAL}")
-    files = [file for file in names if file.startswith(f"{name}/") and file.count("/") == 2]
-    try:
-        paths = [temporary / file.rpartition("/")[2] for file in files]
-        with suppress(FileNotFoundError):  # it was removed just now
-            transfer(store.fetch, files, paths)
-        if problem := find_damage(temporary):
+        with suppress(FileNotFoundError):  # it was removed or replaced just now
+            transfer(store.fetch, (f"{name}/{f}" for f in files), map(temporary.joinpath, files))
+        if problem := find_problem(temporary):
             logger.warning("%s/%s is skipped: %s", store.url, name, problem)
             return False
-        if final.exists():  # damaged
+        if name not in FOLDERS and final.exists():  # a damaged checkpoint
             final.rename(unused_name(final))
         put_in_place(temporary, final)
         return True
@@ -214,30 +202,30 @@ def _fetch_checkpoint(store: Store, folder: Path, step: int, names: dict[str, in
 
 
 def in_every_folder(accelerator: Accelerator, run: Run, candidates: list[Path]) -> list[Path]:
-    """Return the checkpoints that every node has, where each has a run folder of its own.
+    """Return the checkpoints that every node has, if the nodes do not share the run folder.
 
     Called by every rank.
     """
     if run.is_shared:
         return candidates
-    everywhere = gather_on_main(accelerator, {path.name for path in checkpoints(run.folder)})
+    names = gather_on_main(accelerator, {path.name for path in checkpoints(run.folder)})
     own = [path for path in candidates if path.parent == run.folder / "checkpoints"]
     return on_main_then_broadcast(
-        accelerator, lambda: [path for path in own if all(path.name in one for one in everywhere)]
+        accelerator, lambda: [path for path in own if path.name in set.intersection(*names)]
     )
 
 
 def local_copy(path: str) -> Path:
-    """Fetch what a URL names into a temporary folder; return its path there.
+    """Copy what is at a URL into a temporary folder; return its path there.
 
     Args:
         path: the URL of a run in its mirror, of its best/ or export/, or of a checkpoint.
 
     Raises:
-        ConfigError: there is nothing at the URL.
+        ConfigError: there is no run at the URL.
     """
-    matched = re.fullmatch(r"(.+?)(?:/(best|export|checkpoints/step_(\d+)))?/*", path)
-    url, below, step = matched.groups() if matched else (path, None, None)
+    match = re.fullmatch(r"(.+?)(?:/(best|export|checkpoints/step_(\d+)))?/*", path)
+    url, below, step = match.groups() if match else (path, None, None)
     store = Store(url)
     digest = hashlib.sha256(url.encode()).hexdigest()[:16]
     folder = temporary_folder() / digest / url.rpartition("/")[2]
@@ -249,10 +237,10 @@ def local_copy(path: str) -> Path:
 
 
 def fetch_newest(given: str) -> None:
-    """Fetch the newest checkpoint of the run at a URL, in place of those that were fetched before.
+    """Fetch the newest checkpoint of the run at a URL, and remove those that were fetched before.
 
     Args:
-        given: the URL; a path is not fetched.
+        given: the URL; nothing is done for a path.
     """
     from ..checkpoint.resuming import remove
 
@@ -262,10 +250,10 @@ def fetch_newest(given: str) -> None:
 
 
 def send_evaluations(given: str, path: Path) -> None:
-    """Upload evaluations.jsonl to the mirror that it belongs to; the next line tries again.
+    """Upload evaluations.jsonl to the run's mirror; after a failure, the next line tries again.
 
     Args:
-        given: the URL of the run; a path has nothing to upload.
+        given: the URL of the run; nothing is done for a path.
         path: of the file.
     """
     if "://" in given:

@@ -24,26 +24,27 @@ from typing import IO, Any
 
 from ..config import Config
 from ..files import ConfigError, TransientError, flush_to_disk
-from ..run_files import step_of
 from ..safety.redaction import mask
 
 FOLDERS = ("best", "export")
 BLOCK_BYTES = 16 << 20  # of one request; S3 takes 10,000 for an object
 THREADS = 4  # that transfer files of a folder
 PARTIAL = ".partial"
+IN_CHECKPOINT = re.compile(r"(checkpoints/step_(\d{8,}))/([^/]+)")
+PART = re.compile(r"metrics/(\d+)-(\d+)-(\d+)-([0-9a-f]{64})\.jsonl")
 
 
 class Store:
     """A folder of an object store. Names are relative to it, with slashes."""
 
     def __init__(self, url: str) -> None:
-        """Connect to nothing yet.
+        """Store the URL; the first request connects.
 
         Args:
-            url: of the folder, of any kind that fsspec knows.
+            url: of the folder, with any protocol that fsspec knows.
 
         Raises:
-            ConfigError: it is of another kind, or a package is missing.
+            ConfigError: the protocol is unknown, or its package is missing.
         """
         import fsspec
         from fsspec.implementations.local import LocalFileSystem
@@ -64,7 +65,7 @@ class Store:
 
     @contextmanager
     def _errors(self, *, may_be_missing: bool = True) -> Iterator[None]:
-        """Turn what the libraries of stores raise into an OSError without secrets.
+        """Turn the exceptions of a store's library into an OSError without secrets.
 
         Args:
             may_be_missing: raise FileNotFoundError as it is; else it means that there is no bucket.
@@ -74,23 +75,19 @@ class Store:
         except Exception as error:
             if may_be_missing and isinstance(error, FileNotFoundError):
                 raise
-            # botocore's, aiohttp's and others have no common class
+            # the exceptions of botocore, aiohttp and others have no common class
             text = " ".join(str(error).split()) or type(error).__name__
             kind = PermissionError if isinstance(error, PermissionError) else OSError
             raise kind(f"{self.url}: {mask(text)}") from error
 
-    def sizes(self, below: str = "") -> dict[str, int]:
-        """Return the bytes of each file, by name."""
-        at = f"{self.root}/{below}".rstrip("/")
-        with self._errors():
+    def names(self, below: str = "") -> list[str]:
+        """Return the names of all files, or of those in a folder below this one."""
+        paths: list[str] = []
+        with suppress(FileNotFoundError), self._errors():
             self.fs.invalidate_cache()
-            try:
-                listed = self.fs.find(at, detail=True)
-            except FileNotFoundError:
-                return {}
-        skip = len(self.root) + 1
-        names = {path[skip:]: int(about["size"] or 0) for path, about in listed.items()}
-        return {name: size for name, size in names.items() if is_safe(name)}
+            paths = self.fs.find(f"{self.root}/{below}".rstrip("/"))
+        names = [path[len(self.root) + 1 :] for path in paths]
+        return [name for name in names if is_safe(name)]
 
     def read(self, name: str) -> bytes:
         """Return the content of a file.
@@ -102,12 +99,19 @@ class Store:
         with self._errors():
             return bytes(self.fs.cat_file(f"{self.root}/{name}"))
 
+    def read_json(self, name: str) -> dict[str, Any]:
+        """Return a JSON object; {} if the file is missing or damaged."""
+        with suppress(FileNotFoundError, ValueError, RecursionError):
+            value = json.loads(self.read(name))
+            return value if isinstance(value, dict) else {}
+        return {}
+
     def write(self, name: str, content: bytes | Path) -> None:
         """Replace a file.
 
         Args:
             name: of the file.
-            content: of it, or the file that is copied.
+            content: its new content, or the local file to copy.
 
         Raises:
             FileNotFoundError: there is no such local file.
@@ -124,34 +128,41 @@ class Store:
                 else:
                     with self.fs.open(at, "wb", block_size=max(BLOCK_BYTES, size // 9000)) as file:
                         shutil.copyfileobj(source, file, BLOCK_BYTES)
-                if (there := self.fs.info(at)["size"]) != size:
-                    raise OSError(f"{name} has {there} bytes there, not {size}")
+                if (stored := self.fs.info(at)["size"]) != size:
+                    raise OSError(f"{name} has {stored} bytes in the store, not {size}")
                 if self.is_local:
                     self.fs.mv(at, target)
 
     def fetch(self, name: str, path: Path) -> None:
-        """Copy a file into a local one, and flush it to disk."""
+        """Copy a file to a local path, and flush it to disk."""
         path.parent.mkdir(parents=True, exist_ok=True)
         with self._errors():
             self.fs.get_file(f"{self.root}/{name}", str(path))
         flush_to_disk(path)
 
     def remove(self, *names: str) -> None:
-        """Remove files, one after the other; one that is gone is passed over."""
+        """Remove files, one after the other; a missing one is ignored."""
         for name in names:
-            with self._errors(), suppress(FileNotFoundError):
+            with suppress(FileNotFoundError), self._errors():
                 self.fs.rm_file(f"{self.root}/{name}")
 
-    def move(self, names: list[str], old: str, new: str) -> None:
-        """Move files from below one name to below another; those that complete a folder first."""
+    def move_aside(self) -> str:
+        """Move all files to an unused URL beside this one, and return it.
+
+        They are copied first. Then the JSON files, which complete a folder, are removed first.
+        """
+        names, number = self.names(), 1
+        while (aside := Store(f"{self.url}.old-{number}")).names():
+            number += 1
         for name in names:
             with self._errors():
-                self.fs.cp_file(f"{self.root}/{name}", f"{self.root}/{new}{name[len(old) :]}")
+                self.fs.cp_file(f"{self.root}/{name}", f"{aside.root}/{name}")
         self.remove(*sorted(names, key=lambda name: not name.endswith(".json")))
+        return aside.url
 
 
 def is_safe(name: str) -> bool:
-    """Return whether a name leads to a place below the folder that it is joined to."""
+    """Return whether a name, joined to a folder, leads to a path inside it."""
     parts = name.split("/")
     return not any(p in ("", ".", "..") or "\\" in p for p in parts) and not name.endswith(PARTIAL)
 
@@ -168,54 +179,49 @@ def sha256_of(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()  # type: ignore
 
 
-def is_file_with(path: Path, digest: str) -> bool:
-    """Return whether a file is there, with this SHA-256."""
-    return path.is_file() and sha256_of(path) == digest
+def checkpoint_name(step: int) -> str:
+    """Return the name of a checkpoint's folder, relative to the run's."""
+    return f"checkpoints/step_{step:08d}"
 
 
-def checkpoint_folder(run_folder: Path, step: int) -> Path:
-    """Return the folder of a checkpoint."""
-    return run_folder / "checkpoints" / f"step_{step:08d}"
-
-
-def remote_steps(names: dict[str, int]) -> list[int]:
+def complete_steps(names: list[str]) -> list[int]:
     """Return the steps of the complete checkpoints among the files of a mirror, oldest first."""
-    folders = [name.split("/") for name in names if name.endswith("/manifest.json")]
-    steps = [step_of(Path(parts[1])) for parts in folders if len(parts) == 3]
-    return sorted(step for step in steps if step >= 0)
+    matches = map(IN_CHECKPOINT.fullmatch, names)
+    return sorted(int(match[2]) for match in matches if match and match[3] == "manifest.json")
 
 
 # ---- the records, in parts -----------------------------------------------------------------------
 @dataclass(frozen=True, kw_only=True)
 class Part:
-    """A part of metrics.jsonl: an object of the mirror, all that it is stands in its name."""
+    """A part of metrics.jsonl: an object of the mirror, whose name has all these fields."""
 
     number: int  # of the upload; a later one replaces what it overlaps
     begin: int  # its first byte
     size: int  # in bytes
-    digest: str  # of its bytes
+    digest: str  # their SHA-256
 
     @property
     def name(self) -> str:
-        """Return its name in the mirror."""
+        """Return the name of its file."""
         return f"metrics/{self.number:08d}-{self.begin}-{self.size}-{self.digest}.jsonl"
 
     @property
     def end(self) -> int:
-        """Return the byte behind its last one."""
+        """Return the position after its last byte."""
         return self.begin + self.size
 
 
-PART = re.compile(r"metrics/(\d+)-(\d+)-(\d+)-([0-9a-f]{64})\.jsonl")
+def parts_among(names: list[str]) -> list[Part]:
+    """Return all parts among the files of a mirror, including replaced ones."""
+    fields = [match.groups() for match in map(PART.fullmatch, names) if match]
+    return [Part(number=int(n), begin=int(b), size=int(s), digest=d) for n, b, s, d in fields]
 
 
-def chain(names: dict[str, int]) -> list[Part]:
+def chain(parts: list[Part]) -> list[Part]:
     """Return the parts that make up the newest metrics.jsonl of a mirror, in order.
 
-    An upload that was interrupted leaves parts that are not among them.
+    Replaced parts, and those that an interrupted upload has left, are not among them.
     """
-    found = [match.groups() for match in map(PART.fullmatch, names) if match]
-    parts = [Part(number=int(n), begin=int(b), size=int(s), digest=d) for n, b, s, d in found]
     result: list[Part] = []
     for part in sorted(parts, key=lambda part: part.number, reverse=True):
         if not result or part.end == result[-1].begin:
@@ -223,11 +229,11 @@ def chain(names: dict[str, int]) -> list[Part]:
     return result[::-1] if result and result[-1].begin == 0 else []
 
 
-def without_small(parts: list[Part], size: int) -> list[Part]:
-    """Return the parts that stay when a file has grown to a size: what follows them is a new part.
+def parts_to_keep(parts: list[Part], size: int) -> list[Part]:
+    """Return the parts to keep when a file has grown to a size; a new part has what follows them.
 
-    A part is merged with the new one while it is not larger, so that there are few of them, and a
-    byte is uploaded again as often as the file doubles.
+    A part is merged with the new one while it is not larger. So there are few parts, and a byte is
+    uploaded again only as often as the file doubles.
     """
     kept = [*parts]
     while kept and kept[-1].size <= size - kept[-1].end:
@@ -236,17 +242,9 @@ def without_small(parts: list[Part], size: int) -> list[Part]:
 
 
 def is_part_of(file: IO[bytes], part: Part) -> bool:
-    """Return whether a file holds a part."""
+    """Return whether a file has the bytes of a part."""
     file.seek(part.begin)
     return hashlib.sha256(file.read(part.size)).hexdigest() == part.digest
-
-
-def parsed(content: bytes) -> dict[str, Any]:
-    """Return a JSON object; {} for what is none."""
-    with suppress(ValueError, RecursionError):
-        value = json.loads(content)
-        return value if isinstance(value, dict) else {}
-    return {}
 
 
 def url_of(config: Config) -> str:
@@ -255,8 +253,8 @@ def url_of(config: Config) -> str:
 
 
 @contextmanager
-def refused_without(store: Store) -> Iterator[None]:
-    """Turn an error of a store into one that ends a start, which cannot do without."""
+def store_needed(store: Store) -> Iterator[None]:
+    """Turn an error of a store into a ConfigError, which ends a start: it needs the store."""
     try:
         yield
     except PermissionError as error:
@@ -265,7 +263,7 @@ def refused_without(store: Store) -> Iterator[None]:
         ) from error
     except OSError as error:
         raise TransientError(
-            f"checkpoints.mirror {store.url} cannot be used ({error}), so nobody knows what the run"
-            " has saved there: see that the bucket exists and can be reached, or leave"
+            f"checkpoints.mirror {store.url} cannot be used ({error}), so it is not known what the"
+            " run has saved there: check that the bucket exists and can be reached, or leave"
             " checkpoints.mirror out."
         ) from error

@@ -1,4 +1,4 @@
-"""Print the commands that bring the code, the environment and the run of a run folder back."""
+"""Print the commands that restore the code and the environment of a run and train it again."""
 
 import hashlib
 import re
@@ -20,7 +20,7 @@ def print_commands(folder: Path) -> None:
     """Print commands for a shell in an empty folder.
 
     Raises:
-        ConfigError: this is not a run folder, or it has no code.
+        ConfigError: the folder is not a run folder, or its code was not kept.
     """
     run = read_run(folder)
     path = start_folder(folder, run.info.launch)
@@ -28,7 +28,7 @@ def print_commands(folder: Path) -> None:
     with suppress(TypeError):
         kept = from_object(Kept, read_json(path / "start.json"))
     if kept is None or not (kept.commit or kept.files):
-        raise ConfigError(f"{path} does not have the code of a start, so nothing tells it.")
+        raise ConfigError(f"{path} does not have the code of a start: it was not kept, or is gone.")
     is_sound = re.fullmatch(r"[\w.]+", kept.package) and re.fullmatch(r"\d[\d.]+\w*", kept.python)
     if not (is_sound and re.fullmatch("[0-9a-f]{7,64}", kept.commit or "0" * 40)):
         raise ConfigError(f"{path / 'start.json'} is damaged.")
@@ -40,7 +40,7 @@ def print_commands(folder: Path) -> None:
 
 
 def start_folder(folder: Path, start: str) -> Path:
-    """Return the folder in starts/ with the code of a start, which an earlier one may have kept."""
+    """Return the folder in starts/ with a start's code, which an earlier start may have kept."""
     for listed in sorted((folder / "starts").glob("*/same_code.txt")):
         with suppress(OSError):
             if start in read_own(listed).decode(errors="replace").split():
@@ -59,7 +59,7 @@ def note(text: str) -> str:
 
 
 def code_lines(kept: Kept, path: Path, name: str) -> Iterator[str]:
-    """Yield the commands that bring the code back, into a folder of this name."""
+    """Yield the commands that restore the code in a folder of this name."""
     yield note(f"the code of the start {path.name}")
     if kept.commit:
         source = kept.repository if Path(kept.repository).is_dir() else kept.remote
@@ -79,7 +79,10 @@ def code_lines(kept: Kept, path: Path, name: str) -> Iterator[str]:
     if "sources.zip" in kept.files:
         yield line("python3", "-m", "zipfile", "-e", str(path / "sources.zip"), ".")
     for file, known in kept.files.items():
-        if hash_of(path / file) != known:
+        digest = ""
+        with suppress(OSError):
+            digest = hashlib.sha256(read_own(path / file)).hexdigest()
+        if digest != known:
             yield note(f"WARNING: {file} is missing or not what the start wrote")
     if kept.not_kept:
         yield note(f"WARNING: not all of the code was kept: {kept.not_kept}")
@@ -87,17 +90,10 @@ def code_lines(kept: Kept, path: Path, name: str) -> Iterator[str]:
         yield note(f"WARNING: a secret in {file} is masked (***): put it back before the run")
 
 
-def hash_of(path: Path) -> str:
-    """Return the SHA-256 of a file; "" if it cannot be read."""
-    try:
-        return hashlib.sha256(read_own(path)).hexdigest()
-    except OSError:
-        return ""
-
-
 def run_lines(kept: Kept, info: RunInfo, folder: Path) -> Iterator[str]:
-    """Yield the commands that train the config of the run again, under another name."""
-    yield note(f"the run; relative paths in its config.yaml are from {info.folder} on {info.host}")
+    """Yield the commands that train the run's config again, under another name."""
+    place = f"{info.folder} on {info.host}"
+    yield note(f"the run; relative paths in its config.yaml are relative to {place}")
     paths = ":".join(f"$PWD/{part}" for part in map(shlex.quote, kept.search_path))
     yield f"export PYTHONPATH={paths}"
     for name, value in info.environment.items():
@@ -106,8 +102,7 @@ def run_lines(kept: Kept, info: RunInfo, folder: Path) -> Iterator[str]:
     if kept.folder != ".":
         yield line("mkdir", "-p", "--", kept.folder)
         yield line("cd", "--", kept.folder)
-    if len(set(info.hosts)) > 1:
-        hosts = len(set(info.hosts))
+    if (hosts := len({*info.hosts})) > 1:
         yield note(f"it had {len(info.hosts)} processes on {hosts} hosts: run this on each of them")
     words = train_words(kept.package, info, str(folder / "config.yaml"))
     yield line(*words, "--run_name", f"{folder.name}-again")
@@ -118,9 +113,11 @@ def train_words(package: str, info: RunInfo, config: str) -> list[str]:
     launcher, train, count = [*info.launcher], f"{package}.train", str(len(info.hosts) or 1)
     if train in launcher:  # accelerate launch, or the launcher of the project
         words = launcher[: launcher.index(train) + 1]
-        is_accelerates = "launch" in words
-        words = words[words.index("launch") :] if is_accelerates else words[1:]
-        return ["accelerate" if is_accelerates else "python", *words, "--config", config]
+        if "launch" in words:
+            words = ["accelerate", *words[words.index("launch") :]]
+        else:
+            words = ["python", *words[1:]]
+        return [*words, "--config", config]
     if "train" in launcher:
         where = re.search(r"\0--where[=\0]([^\0]*)", "\0".join(launcher))
         chosen = ["--where", where[1]] if where else []
