@@ -129,7 +129,7 @@ def test_padding_is_ignored_by_loss_and_metrics(folder, settings):
 
 def test_the_loss_ignores_the_prompt_and_includes_the_end_of_text(folder):
     recipe = recipe_of(folder, task="causal_lm")
-    tokenizer = finetune._tokenizer_of(recipe._model_folder())
+    tokenizer = finetune._load_tokenizer(recipe._model_folder())
     sample = {"text": "a hammer", "prompt": "use: "}
     batch = recipe.collate([sample])
     prompt, text = tokenizer("use: ").input_ids, tokenizer("a hammer").input_ids
@@ -202,7 +202,7 @@ def test_transformers_loads_the_export_of_a_full_model(tmp_path, folder, task):
     }[task]
     torch.testing.assert_close(logits_of(recipe, kind.from_pretrained(exported)), wanted)
     tokens = transformers.AutoTokenizer.from_pretrained(exported)("a saw").input_ids
-    assert tokens == finetune._tokenizer_of(recipe._model_folder())("a saw").input_ids
+    assert tokens == finetune._load_tokenizer(recipe._model_folder())("a saw").input_ids
     _, data_info, model = weights_of.load(exported)
     torch.testing.assert_close(logits_of(recipe, model), wanted)
     answer = recipe.predict(model, data_info, "an apple")

@@ -106,9 +106,9 @@ def test_your_own_images_are_read_as_the_document_says(tmp_path, monkeypatch):
     [
         (["b", "a", "b"], ["b"], ["a", "b"], [1]),
         ([2, 0], [0, 1], ["0", "1", "2"], [0, 1]),
-        (["a"], ["c"], "holds c, but that of the training data only a", []),
-        (["a", None], ["a"], "holds None; give each image a class, a word or a number", []),
-        ([-1], [0], "holds -1; give each image a class", []),
+        (["a"], ["c"], "contains c, but the training data has only a", []),
+        (["a", None], ["a"], "contains None; the class of an image must be a word or a number", []),
+        ([-1], [0], "contains -1; the class of an image must be", []),
     ],
 )
 def test_labels_are_words_or_numbers(tmp_path, train_labels, validation_labels, classes, numbers):
