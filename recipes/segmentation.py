@@ -195,10 +195,7 @@ class Segmentation:
         """Write predictions.png: each image under its true mask and under its predicted mask."""
         tiles, present, num_right, num_labeled = [], set(), 0, 0
         for image, label in samples:
-            image, label = (
-                image.cpu(),
-                label.cpu(),
-            )  # in an evaluation they are on the model's device
+            image, label = image.cpu(), label.cpu()  # an evaluation has them on the model's device
             predicted = self._mask(model, image)
             is_labeled = label != IGNORE_INDEX
             right = int((predicted == label)[is_labeled].sum())
