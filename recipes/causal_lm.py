@@ -382,7 +382,7 @@ class CausalLM:
     def predict(self, model: nn.Module, data_info: dict[str, Any], argument: str) -> str:
         """Generate a continuation of the argument: a text, or the path of a text file."""
         tokens = encoder(data_info)(read_if_file(argument)) or [data_info["eos_token_id"]]
-        return self._generate_text(model, data_info, tokens, self.max_new_tokens)
+        return self._generate_text(model, data_info, tokens)
 
     def predict_samples(
         self, model: nn.Module, data_info: dict[str, Any], samples: Any, folder: Path
@@ -390,22 +390,17 @@ class CausalLM:
         """Return three prompts from the validation texts, each with a continuation."""
         parts = []
         for i in range(0, len(samples), max(1, -(-len(samples) // 3))):
-            tokens = self._prompt(samples[i])
+            tokens = samples[i][: max(1, self.sequence_length // 2)].tolist()
             prompt = decode(data_info, tokens)
-            text = self._generate_text(model, data_info, tokens, self.max_new_tokens)
+            text = self._generate_text(model, data_info, tokens)
             parts.append(f"--- prompt\n{prompt}\n--- continuation\n{text.removeprefix(prompt)}\n")
         return "\n".join(parts)
 
-    def _prompt(self, sequence: Tensor) -> list[int]:
-        return sequence[: max(1, self.sequence_length // 2)].tolist()
-
-    def _generate_text(
-        self, model: nn.Module, data_info: dict[str, Any], prompt: list[int], max_new_tokens: int
-    ) -> str:
+    def _generate_text(self, model: nn.Module, data_info: dict[str, Any], prompt: list[int]) -> str:
         tokens = generate(
             model,
             prompt,
-            max_new_tokens=max_new_tokens,
+            max_new_tokens=self.max_new_tokens,
             max_length=self.sequence_length,
             temperature=self.temperature,
             end=data_info["eos_token_id"],

@@ -146,7 +146,7 @@ def test_a_damaged_config_is_one_sentence(copied, kind):
 
 @pytest.mark.parametrize("kind", ["aliases of aliases", "nested"])
 def test_yaml_that_would_take_all_memory_is_refused_everywhere(tmp_path, kind):
-    # of what is nested, by the version of PyYAML
+    # the message on nesting depends on the version of PyYAML
     sentence = "has 90 aliases|maximum (nesting|recursion) depth|did not find expected node content"
     path = tmp_path / "config.yaml"
     path.write_bytes(CONFIGS[kind])

@@ -66,8 +66,8 @@ def launch(
 
 
 def processes_with(mark: str) -> list[int]:
-    found = (p.info for p in psutil.process_iter(["pid", "status", "environ"]))
-    marked = (p for p in found if (p["environ"] or {}).get("TEST_MARK") == mark)
+    infos = (p.info for p in psutil.process_iter(["pid", "status", "environ"]))
+    marked = (p for p in infos if (p["environ"] or {}).get("TEST_MARK") == mark)
     return [p["pid"] for p in marked if p["status"] != psutil.STATUS_ZOMBIE]
 
 
@@ -144,8 +144,8 @@ LONG = ("--steps", "100000", "--telemetry.every_steps", "1", "--distributed.time
 
 def workers(launcher: int) -> dict[int, int]:
     """Return the process ID of each rank that my_project.launch has forked."""
-    found = (p.info for p in psutil.process_iter(["pid", "ppid", "name"]))
-    names = {p["name"]: p["pid"] for p in found if p["ppid"] == launcher}
+    infos = (p.info for p in psutil.process_iter(["pid", "ppid", "name"]))
+    names = {p["name"]: p["pid"] for p in infos if p["ppid"] == launcher}
     return {int(name[5:]): pid for name, pid in names.items() if name.startswith("rank ")}
 
 

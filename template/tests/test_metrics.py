@@ -62,9 +62,7 @@ def expected(recipe: Ragged) -> dict[str, float]:
         scores = model(torch.stack([s["x"] for s in samples]))[:, 0, 0].sigmoid()
     labels = torch.stack([s["label"] for s in samples])
     positive, negative = scores[labels == 1], scores[labels == 0]
-    wins = (
-        (positive[:, None] > negative[None]).double().mean().nan_to_num()
-    )  # NaN if there are no pairs
+    wins = (positive[:, None] > negative[None]).double().mean().nan_to_num()  # NaN: no pairs
     return {
         "validation/accuracy": float(((scores > 0.5).long() == labels).double().mean()),
         "validation/auroc": float(wins),

@@ -373,8 +373,8 @@ def test_loader_workers_read_a_streamed_hugging_face_dataset_once(tmp_path):
     loader = torch.utils.data.DataLoader(reader, batch_size=None, num_workers=2)
     parts = list(islice(loader, 2 * max(map(len, here))))
     for lane, sequences in enumerate(here):
-        there = [s for part in parts for s in (part[lane][0] if lane in part else [])]
-        assert torch.equal(torch.stack(there[: len(sequences)]), torch.stack(sequences))
+        lane_sequences = [s for part in parts for s in (part[lane][0] if lane in part else [])]
+        assert torch.equal(torch.stack(lane_sequences[: len(sequences)]), torch.stack(sequences))
 
 
 @pytest.mark.slow
