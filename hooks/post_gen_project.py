@@ -268,7 +268,7 @@ def replacements(file: str, answers: dict[str, Any]) -> dict[str, str]:
     if file == "pyproject.toml":
         license = answers["license"]
         words['license = "MIT"\n'] = "" if license == "none" else f'license = "{license}"\n'
-    # docs/your-own-recipe.md describes each recipe by its own name
+    # not docs/your-own-recipe.md, which describes all recipes by their own names
     naming = ["README.md", "Makefile", "Dockerfile"]
     pages = ("clusters", "interruptions", "troubleshooting", "watching-runs", "working-with-runs")
     naming += [f"docs/{page}.md" for page in pages]
@@ -365,7 +365,7 @@ def commit(answers: dict[str, Any], project: Path) -> bool:
 
 
 def summary(answers: dict[str, Any], folder: Path, repository: str = "") -> str:
-    """Return what was made and where, and the commands that install and train it."""
+    """Return a text: what was generated and where, and the commands to install and train it."""
     recipe = "all recipes" if answers["recipe"] == "all" else f"recipe {answers['recipe']}"
     license = "no license" if answers["license"] == "none" else f"license {answers['license']}"
     started_here = Path(os.environ.get("PWD", "")) == folder.parent

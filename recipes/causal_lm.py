@@ -597,7 +597,7 @@ def pack(
         A sequence, and where the next one begins: the position of a document, and an offset in it.
     """
     rest: list[int] = []
-    begins: deque[tuple[int, Any]] = deque()  # of each document: its start in rest, its position
+    begins: deque[tuple[int, Any]] = deque()  # start in rest and position of each document
     for tokens, position in documents:
         begins.append((len(rest) - offset, position))
         rest += tokens[offset:]

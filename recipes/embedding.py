@@ -251,8 +251,8 @@ class RecallAtK(Metric):
     def compute(self) -> Tensor:
         """Compare every query with every document, 256 queries at a time.
 
-        Documents whose scores are within TIE of the own document's score share its rank, so that
-        rounding errors, which depend on the batch and the CPU, do not change the result.
+        Scores within TIE of the own document's score are ties, which share their ranks equally, so
+        that rounding errors, which depend on the batch and the CPU, do not change the result.
         """
         # float64, since float32 matmuls may run in TF32
         queries, documents = (

@@ -116,7 +116,7 @@ class Finetune:
         if self.task == "causal_lm":
             return {"classes": []}
         known, held_out = (
-            {_class_name(rows, self.label_column, row) for row in rows}
+            {_row_class(rows, self.label_column, row) for row in rows}
             for rows in (train, validation)
         )
         if is_random_split:  # all samples of a rare class may have been held out
@@ -556,7 +556,7 @@ class TextDataset(torch.utils.data.Dataset):
         columns["second"] = recipe.second_text_column
         sample = {name: row[column] for name, column in columns.items() if column}
         if recipe.task == "classification":
-            class_name = _class_name(self.rows, recipe.label_column, row)
+            class_name = _row_class(self.rows, recipe.label_column, row)
             sample["label"] = self.class_numbers[class_name]
         return sample
 
@@ -585,7 +585,7 @@ def _pad(rows: list[list[int]], value: int) -> Tensor:
 
 
 def _reset_head(model: Any, new: set[str]) -> set[str]:
-    """Initialize a head that was trained for other classes again; return its parameters' names."""
+    """Reinitialize a head that was trained for other classes; return its parameters' names."""
     children = dict(model.named_children())
     if model.base_model_prefix not in children:
         return set()
@@ -611,7 +611,7 @@ def _outermost_modules(parameters: set[str]) -> list[str]:
     )
 
 
-def _class_name(rows: Any, column: str, row: dict[str, Any]) -> str:
+def _row_class(rows: Any, column: str, row: dict[str, Any]) -> str:
     """Return the class of a row: its name if the dataset has class names, else its value."""
     names = _class_names(rows, column)
     return names[row[column]] if names else str(row[column])
