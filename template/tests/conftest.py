@@ -17,9 +17,7 @@ def pytest_configure(config):
         os.environ["CUDA_VISIBLE_DEVICES"] = "-1"
     # as with Ctrl-C, so that tests end the processes that they have started
     signal.signal(signal.SIGTERM, signal.default_int_handler)
-    signal.signal(
-        signal.SIGINT, signal.default_int_handler
-    )  # a background job of a shell ignores it
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # shells' background jobs ignore it
     gc.disable()  # until all modules are imported
 
 

@@ -103,10 +103,7 @@ def predict_as_typed(command: str) -> str:
 
 
 def train_on_own_data(recipe: str, folder: Path) -> dict[str, Any]:
-    """Run all commands of a recipe's section on the user's own data, for 2 steps each.
-
-    Returns the configs by run name.
-    """
+    """Run a recipe's commands on the user's own data, 2 steps each; return configs by run name."""
     (folder / "configs").symlink_to(PROJECT / "configs")
     section = text_of("docs/your-own-recipe.md", f"### {recipe}")
     configs = [train_as_typed(command, SHORT) for command in commands(section)]

@@ -245,10 +245,7 @@ def test_lora_exports_the_adapter_or_the_merged_model(tmp_path, folder):
     for loaded in (from_predict, from_peft):
         torch.testing.assert_close(logits_of(recipe, loaded), wanted)
     hostile = json.loads((exported / "adapter_config.json").read_text())
-    hostile |= {
-        "megatron_config": {"x": 1},
-        "megatron_core": "export.evil",
-    }  # old versions of peft import it
+    hostile |= {"megatron_config": {"x": 1}, "megatron_core": "export.evil"}  # old peft imports it
     (exported / "adapter_config.json").write_text(json.dumps(hostile))
     with pytest.raises(ValueError, match="is not an adapter of this recipe"):
         weights_of.load(exported)
