@@ -18,8 +18,8 @@ test: .venv/installed ## Run the quick tests: under 3 minutes, no root
 	$(IN_PROJECT) template $(WORKERS) -m "not slow and not gpu"
 	$(BIN)/pytest -q $(WORKERS) -m "not slow and not root"
 
-# The tests on two hosts come one after the other, and mostly wait: the others run beside them, so
-# limits are twice as long.
+# The tests on two hosts run one after the other, and mostly wait. The others run beside them, so
+# time limits are doubled.
 test-all: .venv/installed ## Run all tests, with the slow ones and those that need root
 	@echo "Two groups of tests run side by side; each prints its results when it has ended"
 	TEST_PATIENCE=$${TEST_PATIENCE:-2} $(MAKE) --no-print-directory --jobs 2 --output-sync=line test-two-hosts test-one-host
@@ -35,8 +35,8 @@ test-one-host: .venv/installed
 test-loop: .venv/installed ## Run the tests of the loop against a project: PROJECT=path ARGS="-k resume"
 	$(IN_PROJECT) $(or $(PROJECT),template) $(WORKERS) -m "not slow and not gpu" $(ARGS)
 
-# Sums round differently on other CPUs, and no numeric test may depend on the last bit. Those of a
-# project run with AVX2 in tests/test_lowest_versions.py.
+# Sums round differently on other CPUs, and no numeric test may depend on the last bit. The numeric
+# tests of a project run with AVX2 in tests/test_lowest_versions.py.
 NUMERIC := $(patsubst %,tests/%.py,$(addprefix test_,loader evaluation metrics resume same_curve) $(addprefix loop/test_,optim sharded streams) $(addprefix recipes/test_,embedding segmentation))
 test-cpus: .venv/installed ## Run the numeric tests with the instruction sets of older CPUs
 	ATEN_CPU_CAPABILITY=default ONEDNN_MAX_CPU_ISA=SSE41 $(IN_PROJECT) template $(WORKERS) -m "not gpu" $(NUMERIC)
@@ -52,7 +52,7 @@ lint: .venv/installed ## Check formatting, lint, types and shell scripts
 	$(BIN)/pyright
 	$(BIN)/shellcheck .ci/run
 
-bench: .venv/installed ## Time the loop and hand-written PyTorch in one run; PEERS=1: and other libraries
+bench: .venv/installed ## Time the loop and hand-written PyTorch in one run; PEERS=1 adds other libraries
 	$(BIN)/python benchmarks/loop.py $(if $(PEERS),--peers)
 
 faults: .venv/installed ## Inject 60 faults, ask doctor; wrong recipes; 100 sound runs; 156 kills; lost nodes: 90 minutes, some need root
@@ -68,7 +68,7 @@ faults: .venv/installed ## Inject 60 faults, ask doctor; wrong recipes; 100 soun
 clean: ## Remove the environment and the generated project with its runs
 	rm -rf .venv build
 
-# Cookiecutter copies the whole folder, .venv included, so it gets a copy of the tracked files.
+# Cookiecutter copies a whole folder, .venv included, so it is given a copy of the tracked files.
 $(GENERATED): | .venv/bin/cookiecutter
 	rm -rf build/tracked && mkdir -p build/tracked
 	git ls-files -z | xargs -0 cp --parents --no-dereference -t build/tracked
@@ -81,7 +81,7 @@ $(GENERATED): | .venv/bin/cookiecutter
 .venv/bin/cookiecutter: | .venv/bin/uv
 	$(BIN)/uv pip install --quiet --python .venv --group dev
 
-# The project lists the libraries of its own recipe, the template those of all recipes.
+# The project lists the libraries of its own recipe; the template lists those of all recipes.
 .venv/installed: pyproject.toml template/pyproject.toml | $(GENERATED)
 	@echo "Installing into .venv, about 7 GB: 1 to 3 minutes"
 	$(BIN)/uv pip install --quiet --compile-bytecode --python .venv --group dev --requirements template/pyproject.toml --all-extras --editable $(GENERATED)

@@ -1,9 +1,10 @@
-"""Refuse a bad answer at once, with one sentence, in cookiecutter's own process.
+"""Refuse a bad answer immediately, with one sentence, in cookiecutter's own process.
 
-When a hook fails, cookiecutter prints a traceback of 12 lines below the hook's message, and that is
-after the last question. A Jinja extension can raise what cookiecutter prints as one line, after
-each question. The temporary copy of the template gets this file as a local extension
-(pre_prompt.py); cruft finds no local extensions, so the original cookiecutter.json names none.
+A hook could check answers only after the last question, and when it fails, cookiecutter prints a
+traceback of 12 lines below its message. After each question, a Jinja extension can raise an error
+that cookiecutter prints as one line. pre_prompt.py makes this file a local extension of the
+temporary copy of the template; cruft finds no local extensions, so the original cookiecutter.json
+names none.
 """
 
 import logging
@@ -20,7 +21,7 @@ from jinja2.ext import Extension
 ROOT = Path(__file__).parent
 answer_problems = runpy.run_path(str(ROOT / "hooks/pre_gen_project.py"))["answer_problems"]
 
-# A hook that fails has said why. All that this logger adds is a traceback through cookiecutter.
+# A hook that fails says why. This logger would only add a traceback through cookiecutter.
 logging.getLogger("cookiecutter.hooks").addFilter(lambda record: record.levelno < logging.ERROR)
 
 
@@ -34,21 +35,22 @@ class AnswerChecks(Extension):
     def preprocess(self, source: str, name: str | None, filename: str | None = None) -> str:
         """Refuse Jinja syntax in an answer on the command line, which cookiecutter would render.
 
-        Every template of ours names cookiecutter.
+        All our own templates contain the word cookiecutter.
         """
-        if (found := re.search(r"[{][#%{]", source)) and "cookiecutter" not in source:
+        if (syntax := re.search(r"[{][#%{]", source)) and "cookiecutter" not in source:
             raise FailedHookException(
-                f"The answer {source!r} contains {found[0]!r}, which is Jinja syntax: insert a"
+                f"The answer {source!r} contains {syntax[0]!r}, which is Jinja syntax: insert a"
                 " space."
             )
         return source
 
 
 def checked(answers: dict[str, Any]) -> str:
-    """Return an empty string if all answers so far are good.
+    """Return an empty string if all answers so far are valid.
 
     Raises:
-        FailedHookException: one is not; cookiecutter prints the message and exits with code 1.
+        FailedHookException: an answer is invalid; cookiecutter prints the message and exits with
+            code 1.
     """
     for question, answer in answers.items():
         for problem in answer_problems(question, answer):
@@ -60,7 +62,7 @@ def checked(answers: dict[str, Any]) -> str:
 
 def refuse_existing_folder(slug: str) -> None:
     """Refuse a folder that exists, as cookiecutter does after the last question."""
-    context = click.get_current_context(silent=True)  # none where a script calls cookiecutter
+    context = click.get_current_context(silent=True)  # None if a script calls cookiecutter
     options = context.params if context else {}
     folder = Path(options.get("output_dir", ".")).absolute() / slug
     if options and not options.get("overwrite_if_exists") and folder.exists():

@@ -1,9 +1,9 @@
 """Turn the copy of the template's project into the user's project.
 
-The template has no template syntax: it is a working project that has the default answers as text.
-This hook moves its files and replaces the defaults by the answers. It changes only TEMPLATE_FILES,
-since with -f the folder may have any files. Cookiecutter renders this file with Jinja; only the
-last line has template syntax.
+The template has no template syntax: it is a working project with the default answers in its text.
+This hook moves its files and replaces the defaults with the answers. It changes only
+TEMPLATE_FILES, since with -f the folder may contain any other files. Cookiecutter renders this file
+with Jinja; only the last line has template syntax.
 """
 
 import contextlib
@@ -216,9 +216,9 @@ TEMPLATE_FILES = (
     "tests/world.py",
     "tests/world_imports.py",
 )
-# The first is the one that README.md and Makefile name; recipe_files lists the files of each.
+# README.md and Makefile name the first; recipe_files lists the files of each.
 RECIPES = ("image_classification", "causal_lm", "embedding", "finetune", "segmentation")
-# The answers that the template contains as text.
+# The default answers, which are in the text of the template.
 DEFAULTS = {
     "project_name": "My Project",
     "project_slug": "my-project",
@@ -254,7 +254,7 @@ def destination(file: str, answers: dict[str, Any]) -> str | None:
 def replacements(file: str, answers: dict[str, Any]) -> dict[str, str]:
     """Map the words to replace in a file to the answers.
 
-    Answers that are free text are not written into code, where each language quotes differently.
+    Free text is not written into code, where each language quotes differently.
     """
     free_text = file in ("README.md", "AGENTS.md", "LICENSE", "pyproject.toml")
     questions = DEFAULTS if free_text else ("project_slug", "package_name")
@@ -268,7 +268,7 @@ def replacements(file: str, answers: dict[str, Any]) -> dict[str, str]:
     if file == "pyproject.toml":
         license = answers["license"]
         words['license = "MIT"\n'] = "" if license == "none" else f'license = "{license}"\n'
-    # docs/your-own-recipe.md names each recipe for what it is.
+    # not docs/your-own-recipe.md, which describes all recipes by their own names
     naming = ["README.md", "Makefile", "Dockerfile"]
     pages = ("clusters", "interruptions", "troubleshooting", "watching-runs", "working-with-runs")
     naming += [f"docs/{page}.md" for page in pages]
@@ -281,9 +281,9 @@ def replacements(file: str, answers: dict[str, Any]) -> dict[str, str]:
 
 
 def extra(recipe: str) -> str:
-    """Return the name of a recipe's extra as pip's metadata has it, with hyphens.
+    """Return the name of a recipe's extra with hyphens, as in the metadata that pip reads.
 
-    pip before 23.3 does not normalize the name on its command line, and only warns about an unknown
+    pip before 23.3 does not normalize a name on its command line, and only warns of an unknown
     extra.
     """
     return recipe.replace("_", "-")
@@ -298,16 +298,16 @@ def chosen_extras(answers: dict[str, Any]) -> str:
 def replace(text: str, words: dict[str, str]) -> str:
     """Replace whole words in one pass, so that no replacement is replaced again."""
 
-    def alone(word: str) -> str:
-        """Return a pattern of the word where it is not a part of a longer name."""
-        # my-project-2 is another name; runs/image_classification-seed=1 has the recipe's
+    def whole_word(word: str) -> str:
+        """Return a pattern that matches the word unless it is a part of a longer name."""
+        # my-project-2 is another name, but runs/image_classification-seed=1 contains the recipe's
         part = r"\w" if "_" in word else r"[\w-]"
         before = f"(?<!{part})" if word[0].isalnum() else ""
         after = f"(?!{part})" if word[-1].isalnum() else ""
         return before + re.escape(word) + after
 
-    pattern = "|".join(map(alone, sorted(words, key=len, reverse=True)))
-    return re.sub(pattern, lambda found: words[found[0]], text)
+    pattern = "|".join(map(whole_word, sorted(words, key=len, reverse=True)))
+    return re.sub(pattern, lambda match: words[match[0]], text)
 
 
 def without_other_extras(text: str, answers: dict[str, Any]) -> str:
@@ -320,7 +320,8 @@ def without_other_extras(text: str, answers: dict[str, Any]) -> str:
 
 def git(project: Path, *words: str) -> bool:
     """Run git in the project; return whether it succeeded."""
-    own = ("GIT_DIR", "GIT_WORK_TREE", "GIT_INDEX_FILE", "GIT_PREFIX")  # in a hook, another's
+    # inside a git hook, these point to another repository
+    own = ("GIT_DIR", "GIT_WORK_TREE", "GIT_INDEX_FILE", "GIT_PREFIX")
     variables = {name: value for name, value in os.environ.items() if name not in own}
     try:
         done = subprocess.run(
@@ -338,7 +339,7 @@ def git(project: Path, *words: str) -> bool:
 
 
 def make_repository(answers: dict[str, Any], project: Path) -> str:
-    """Make the project a git repository with a first commit; return what was done, or why not."""
+    """Make the project a git repository with a first commit; return a sentence on the outcome."""
     if answers.get("git_init", "no") != "yes":
         return ""
     if not git(project, "--version"):
@@ -355,16 +356,16 @@ def make_repository(answers: dict[str, Any], project: Path) -> str:
 
 
 def commit(answers: dict[str, Any], project: Path) -> bool:
-    """Commit the template's files, and no others; return whether that succeeded."""
+    """Commit only the template's files; return whether that succeeded."""
     files = [path for file in TEMPLATE_FILES if (path := destination(file, answers))]
-    # no name is made up from the host's, and nobody is asked for the passphrase of a key
+    # git must not invent a name from the host name, nor ask for the passphrase of a key
     options = ("-c", "user.useConfigOnly=true", "-c", "commit.gpgSign=false")
     words = ("commit", "--quiet", "--no-verify", "--message=Generate the project")
     return git(project, "add", "--", *files) and git(project, *options, *words)
 
 
 def summary(answers: dict[str, Any], folder: Path, repository: str = "") -> str:
-    """Return what was made and where, and the commands that install and train it."""
+    """Return a text: what was generated and where, and the commands to install and train it."""
     recipe = "all recipes" if answers["recipe"] == "all" else f"recipe {answers['recipe']}"
     license = "no license" if answers["license"] == "none" else f"license {answers['license']}"
     started_here = Path(os.environ.get("PWD", "")) == folder.parent
@@ -387,14 +388,14 @@ python3 -m venv .venv && source .venv/bin/activate && {to_install}
 
 
 def main(answers: dict[str, Any], project: Path) -> None:
-    """Move, remove and fill in the files that cookiecutter has written."""
+    """Move, remove and fill in the files that cookiecutter wrote."""
     for file in TEMPLATE_FILES:
         source = project / file
         path = destination(file, answers)
         if path is None:
             source.unlink()
             continue
-        # file by file, since a folder cannot replace an existing one
+        # file by file, since a folder cannot replace an existing folder
         (project / path).parent.mkdir(parents=True, exist_ok=True)
         source.replace(project / path)
         # as bytes, to keep the line endings
@@ -412,13 +413,13 @@ def main(answers: dict[str, Any], project: Path) -> None:
     folders = {parent for file in TEMPLATE_FILES for parent in (project / file).parents}
     for folder in sorted(folders, reverse=True):  # inner folders first
         if folder.is_relative_to(project / "src" / PACKAGE):
-            with contextlib.suppress(OSError):  # not empty: it has files of the user
+            with contextlib.suppress(OSError):  # not empty: it contains files of the user
                 folder.rmdir()
 
-    # cruft update and cruft diff generate in temporary folders, where the commands are of no use
+    # cruft update and cruft diff generate in temporary folders, where these commands are useless
     is_temporary = project.is_relative_to(Path(tempfile.gettempdir()).resolve())
     if "_output_dir" in answers or not is_temporary:
-        # not on standard output, on which cruft diff writes its patch
+        # not on standard output, where cruft diff writes its patch
         repository = make_repository(answers, project)
         print(summary(answers, project, repository), end="", file=sys.stderr)
 

@@ -2,7 +2,7 @@
 
 Cookiecutter renders this file with Jinja and runs it in the project's folder before it writes any
 file there. Only the last line has template syntax. answer_checks.py calls answer_problems after
-each question; under cruft, which has no such checks, this hook alone does.
+each question; cruft does not run answer_checks.py, so there this hook alone checks the answers.
 """
 
 import json
@@ -21,8 +21,8 @@ RECIPES = ("image_classification", "causal_lm", "embedding", "finetune", "segmen
 # Distributions and import names, with - and . written as _. A package with such a name would hide
 # the library; a distribution with such a name would depend on itself. The list cannot be derived
 # here: pyproject.toml has neither import names (sklearn, PIL) nor transitive dependencies, which
-# are most of it, and none of the libraries is installed when this hook runs. A test checks that it
-# contains the requirements of pyproject.toml.
+# are most of the list, and the libraries are not installed when this hook runs. A test checks that
+# the list contains the requirements of pyproject.toml.
 LIBRARIES = frozenset(
     """
     absl accelerate adal adlfs aiobotocore aiohttp anyio azure botocore certifi click cloudpickle
@@ -38,8 +38,8 @@ LIBRARIES = frozenset(
     urllib3 uv wandb werkzeug wheel xdist xxhash yaml
     """.split()  # noqa: SIM905 - a list would have a name per line
 )
-# The console script has the name of the distribution. In an environment these are Python's own, the
-# libraries', and what the project's Makefile and scripts call. Written as LIBRARIES are.
+# The console script has the name of the distribution, and would hide a command of that name: one of
+# Python or of a library, or one that the project's Makefile or scripts call. Written as LIBRARIES.
 COMMANDS = frozenset(
     """
     accelerate_config accelerate_estimate_memory accelerate_launch accelerate_merge_weights activate
@@ -50,7 +50,7 @@ COMMANDS = frozenset(
     time timeout torchfrtrace torchrun true which
     """.split()  # noqa: SIM905 - a list would have a name per line
 )
-# Names in use by the project: its folders, ignored folders that it creates, and its test modules.
+# Names that the project uses: its folders, ignored folders that it creates, and its test modules.
 OWN_NAMES = frozenset(
     """
     accelerate_configs benchmarks build configs conftest data dist docs documents launch optimizers
@@ -78,12 +78,12 @@ def answer_problems(question: str, answer: Any) -> Iterator[str]:
 
 
 def text_problems(question: str, answer: str) -> Iterator[str]:
-    """Yield a message if a text is not one line, or has Jinja syntax."""
+    """Yield a message if a text is not one line, and one if it contains Jinja syntax."""
     if any(unicodedata.category(letter) in ("Cc", "Cs", "Zl", "Zp") for letter in answer):
         yield f"{question} {answer!r} is not one line of text: remove control characters."
     # cruft renders the answers again at each update
-    if found := re.search(r"[{][#%{]", answer):
-        yield f"{question} {answer!r} contains {found[0]!r}, which is Jinja syntax: insert a space."
+    if jinja := re.search(r"[{][#%{]", answer):
+        yield f"{question} {answer!r} contains {jinja[0]!r}, which is Jinja syntax: insert a space."
 
 
 def slug_problems(slug: str) -> Iterator[str]:
@@ -125,13 +125,14 @@ def package_problems(package: str) -> Iterator[str]:
 
 
 def folder_problems(answers: dict[str, Any], folder: Path) -> Iterator[str]:
-    """Yield a message for each file of the user that generating here would lose."""
-    # With -f the folder may have any files. Files of the generated project are overwritten, as -f
-    # says; but a temporary file, which the hook removes again, must not replace a file of the user.
+    """Yield a message for each file of the user that would be lost by generating here."""
+    # With -f the folder may contain any files. Files of the generated project are overwritten, as
+    # -f says, but a temporary file, which the hook removes again, must not replace a file of the
+    # user.
     for file in temporary_files(answers):
         path = folder / file
         if path.is_dir() and not any(
-            found.is_file() and found.suffix != ".pyc" for found in path.rglob("*")
+            inner.is_file() and inner.suffix != ".pyc" for inner in path.rglob("*")
         ):
             continue
         if path.exists() or path.is_symlink():
@@ -142,7 +143,7 @@ def folder_problems(answers: dict[str, Any], folder: Path) -> Iterator[str]:
 
 
 def plain(name: str) -> str:
-    """Return a name in the form that LIBRARIES has."""
+    """Return a name in the form of the names in LIBRARIES."""
     return re.sub(r"[-_.]+", "_", name).lower()
 
 
@@ -159,7 +160,7 @@ def temporary_files(answers: dict[str, Any]) -> Iterator[str]:
 
 
 def main(answers: dict[str, Any]) -> None:
-    """Exit with the first problem, if there is one."""
+    """Exit with the message of the first problem, if there is one."""
     for problem in problems(answers, Path.cwd()):
         sys.exit(problem)
 

@@ -1,9 +1,9 @@
 """Restore the template's symbolic links, remove files that git ignores, have answers checked.
 
 Cookiecutter runs this file unrendered, before its first question, in a temporary copy of the
-repository in which it has resolved all links. But a zip archive, or a checkout without symbolic
-links, has a text file with the target's path in place of each link; and a clone in which somebody
-has trained has runs and caches, which do not belong into a generated project.
+repository in which it has resolved all links. But in a zip archive, or in a checkout without
+symbolic links, each link is a text file with the target's path. And a clone in which somebody has
+trained contains runs and caches, which do not belong in a generated project.
 """
 
 import json
@@ -14,12 +14,12 @@ from fnmatch import fnmatch
 from pathlib import Path
 
 ROOT_LINK = "{{cookiecutter.project_slug}}"
-# The name of the module that checks the answers, which no other on Python's search path may have.
+# The module that checks the answers; no other module on Python's search path may have this name.
 CHECKS = "cookiecutter_accelerate_answer_checks"
 
 
 def is_temporary_copy(root: Path) -> bool:
-    """Return whether a folder is cookiecutter's copy; in a clone no file may be removed."""
+    """Return whether a folder is cookiecutter's copy; files of a clone must not be removed."""
     temporary = Path(tempfile.gettempdir()).resolve()
     return root.parent.parent == temporary and root.parent.name.startswith("cookiecutter")
 
@@ -35,7 +35,7 @@ def remove_ignored(folder: Path) -> None:
                 path.unlink(missing_ok=True)  # it may have been removed with its folder
 
 
-def flattened(path: Path, root: Path) -> Path | None:
+def link_target(path: Path, root: Path) -> Path | None:
     """Return the target of a link that was turned into a text file; None for any other file."""
     if path.is_symlink() or not path.is_file() or path.stat().st_size > 255:
         return None
@@ -55,7 +55,7 @@ def check_each_answer(root: Path) -> None:
     for question, default in original.items():
         settings[question] = default
         if not question.startswith("_"):
-            # a private variable is rendered in its place in the order, and not asked
+            # a private variable is rendered when its turn comes, and not asked for
             settings[f"__{question}_checked"] = "{{ cookiecutter | checked }}"
     settings["_extensions"] = [f"{CHECKS}.AnswerChecks"]
     (root / "cookiecutter.json").write_text(json.dumps(settings), encoding="utf-8")
@@ -69,7 +69,7 @@ def main(root: Path) -> None:
 
 
 def restore_links(root: Path) -> None:
-    """Replace each flattened link by a copy of its target, and restore the link to template/."""
+    """Replace links that are text files with copies of their targets; restore the root link."""
     template = root / "template"
     link = root / ROOT_LINK
     for folder in (template, link):
@@ -78,7 +78,7 @@ def restore_links(root: Path) -> None:
         if is_temporary_copy(root):
             remove_ignored(folder)
         for path in folder.rglob("*"):
-            if target := flattened(path, root):
+            if target := link_target(path, root):
                 shutil.copyfile(target, path)
     if link.is_dir():
         return

@@ -19,16 +19,16 @@ Packing: documents are tokenized once, joined with an end-of-text token after ea
        start of the next, and attention crosses that boundary. The packed sequences are stored in
        cache_path and memory-mapped; if cache_path is on each node's own disk, each node packs once.
 Streaming: with --recipe.lanes 64 the training documents are not packed to disk but read
-       and tokenized during training. A lane is a logical shard of the stream: the number of lanes
-       is fixed by the config, not by the number of processes, as with the canonical nodes of
+       and tokenized during training. A lane is a logical shard of the stream: the config sets the
+       number of lanes, whatever the number of processes, as with the canonical nodes of
        MosaicML's streaming. Each process reads its own lanes only. If a Hugging Face dataset has
-       fewer than 8 files per lane, and their number is no multiple of lanes, each lane reads all
-       files and keeps its share of the rows. Files are shuffled, and the rows of a file in blocks
-       of 1,000. A lane reads its documents again and again, in another order each time, and a run
-       takes as many steps as its config says. A checkpoint holds the position of each lane, an
-       epoch, a document and an offset in its tokens, so a resumed run reads and tokenizes no
-       document before these; of a Hugging Face dataset it reads one block of rows again, and
-       passes over what its file has before that.
+       fewer than 8 files per lane, and their number is not a multiple of lanes, each lane reads
+       all files and keeps its share of the rows. Files are shuffled, and the rows of a file are
+       shuffled in blocks of 1,000. A lane reads its documents repeatedly, each time in a different
+       order; the config sets the number of steps. A checkpoint holds the position of each lane (an
+       epoch, a document and an offset in its tokens), so a resumed run reads and tokenizes no
+       document before it. With a Hugging Face dataset, it reads one block of rows again, and skips
+       the rows of that file before the block.
 Model: a pre-norm transformer with RMSNorm, rotary position embeddings, SwiGLU or GELU, tied input
        and output embeddings, and no biases.
 The default config, with its measured loss and time, is configs/causal_lm.yaml.
@@ -57,7 +57,7 @@ from torch.nn import functional as F
 # B: sequences in a micro-batch, T: tokens in a sequence, D: width, H: heads, V: vocabulary size
 
 BYTE_EOS = 256  # the end-of-text token of the byte tokenizer; tokens 0 to 255 are the bytes
-ROWS_PER_BLOCK = 1000  # of a streamed Hugging Face dataset, shuffled together
+ROWS_PER_BLOCK = 1000  # rows of a streamed Hugging Face dataset that are shuffled together
 logger = logging.getLogger(__name__)
 MAY_CHANGE: Any = {"changes_curve": False}
 PREPARED: dict["CausalLM", dict[str, Any]] = {}  # the data_info that prepare_data returned
@@ -78,18 +78,18 @@ class CausalLM:
     text_column: str = "text"
     """Hugging Face dataset: the column that holds the text."""
     validation_fraction: float = 0.05
-    """Fraction of the documents held out for validation, chosen by their hashes."""
+    """Fraction of the documents that are held out for validation, chosen by their hashes."""
     tokenizer: str = "bytes"
     """bytes, the path of a tokenizer.json, or the name of a tokenizer on the Hugging Face Hub."""
     cache_path: str = field(default="data/causal_lm", metadata=MAY_CHANGE)
-    """Folder of the packed sequences; one subfolder per data, tokenizer and sequence length."""
+    """Folder of the packed sequences, with a subfolder per data, tokenizer and sequence length."""
     lanes: int = 0
     """Stream the training documents in this many lanes; 0: pack them to disk first. A batch mixes
-    as many documents as there are lanes; the global batch size is the best choice."""
+    as many documents as there are lanes; the best choice is the global batch size."""
     max_validation_sequences: int = 1000
-    """With lanes: the largest number of sequences in the validation set."""
+    """With lanes: the maximum number of sequences in the validation set."""
     sequence_length: int = 256
-    """Sequence length: the number of tokens predicted per sequence."""
+    """The number of tokens predicted per sequence."""
     width: int = 256
     """Size of the residual stream."""
     depth: int = 6
@@ -101,7 +101,7 @@ class CausalLM:
     temperature: float = 0.8
     """predict: the sampling temperature; 0 always takes the most likely token."""
     max_new_tokens: int = 200
-    """predict: the largest number of tokens to generate."""
+    """predict: the maximum number of tokens to generate."""
 
     # ---- data -----------------------------------------------------------------------------------
     def prepare_data(self) -> dict[str, Any]:
@@ -118,7 +118,7 @@ class CausalLM:
         if self.validation_fraction and not data_info["validation"]["sequences"]:
             held_out = data_info["validation"]["documents"]
             logger.warning(
-                "validation_fraction %s holds out %d of %d documents, which do not fill one"
+                "validation_fraction %s holds out %d of %d documents, too few to fill one"
                 " sequence of %d tokens, so nothing is evaluated: raise it, or set it to 0",
                 self.validation_fraction,
                 held_out,
@@ -143,7 +143,7 @@ class CausalLM:
         return SequenceStream(self, data_info) if self.lanes else train, sets
 
     def _cache_folder(self) -> Path:
-        """Return the folder of the packed sequences, named by a hash of all they depend on."""
+        """Return the folder of the packed sequences, named by a hash of what determines them."""
         key: list[Any] = [1]  # version of the folder's format
         key += [self.data, self.tokenizer, self.sequence_length, self.validation_fraction]
         if self.data == "python":
@@ -162,7 +162,7 @@ class CausalLM:
         return Path(self.cache_path) / name
 
     def _pack(self, folder: Path) -> None:
-        """Write the packed sequences to a temporary folder and rename it when it is complete."""
+        """Write the packed sequences to a temporary folder, and rename it when it is complete."""
         from datasets import Dataset, Features, List, Value, disable_progress_bars
 
         disable_progress_bars()
@@ -174,7 +174,7 @@ class CausalLM:
         for split in ("train", "validation"):
             counts = {"documents": 0, "bytes": 0, "tokens": 0}
 
-            def tokens_of(split: str, counts: dict[str, int]) -> Iterator[list[int]]:
+            def tokenize(split: str, counts: dict[str, int]) -> Iterator[list[int]]:
                 if split == "validation" and self.validation_fraction == 0:
                     return
                 for text, _ in self._documents():
@@ -187,7 +187,7 @@ class CausalLM:
 
             def rows(split: str = split, counts: dict[str, int] = counts) -> Iterator[dict]:
                 limit = {"train": 0, "validation": self.max_validation_sequences}[split]
-                documents = ((tokens, None) for tokens in tokens_of(split, counts))
+                documents = ((tokens, None) for tokens in tokenize(split, counts))
                 sequences = pack(documents, self.sequence_length)
                 for sequence, _ in islice(sequences, limit if self.lanes else None):
                     yield {"tokens": sequence}
@@ -211,7 +211,7 @@ class CausalLM:
         (temporary / "data_info.json").write_text(json.dumps(data_info))
         try:
             temporary.rename(folder)
-        except OSError:  # another process has finished first
+        except OSError:  # another process finished first
             shutil.rmtree(temporary)
 
     def _documents(
@@ -219,7 +219,7 @@ class CausalLM:
     ) -> Iterator[tuple[str, Any]]:
         """Yield all documents in stored order, or those of one lane in shuffled order.
 
-        With each comes its position, plain JSON, at which a later call can `start`.
+        Each comes with its position, plain JSON, at which a later call can `start`.
         """
         if self.data in ("python", "files"):
             paths = self._python_files() if self.data == "python" else self._files()
@@ -241,44 +241,44 @@ class CausalLM:
                 f" Face dataset: {error}"
             ) from error
         if lane is not None:
-            yield from self._lane_of_rows(rows, lane, shuffle_seed, start)
+            yield from self._lane_texts(rows, lane, shuffle_seed, start)
             return
-        # iter(), since `for row in rows` inside a loader worker yields only that worker's share
+        # iter(), since inside a loader worker `for row in rows` yields only that worker's share
         for block in rows.iter(batch_size=64):
             yield from ((text, None) for text in self._texts(block))
 
-    def _lane_of_rows(
+    def _lane_texts(
         self, rows: Any, lane: int, shuffle_seed: int, start: dict[str, Any] | None
     ) -> Iterator[tuple[str, Any]]:
         """Yield the texts of one lane, with their positions.
 
-        Rows are shuffled here, in blocks: the state_dict of `rows.shuffle` does not hold its
-        buffer, so that a run resumed there would miss the rows in it.
+        Rows are shuffled here, in blocks: the state_dict of `rows.shuffle` does not contain its
+        buffer, so a resumed run would miss the rows in the buffer.
         """
         from datasets.distributed import split_dataset_by_node
 
         files = list(range(rows.num_shards))
         random.Random(shuffle_seed).shuffle(files)
-        # whole files per lane; many will do if their number is unequal
+        # whole files per lane; if there are many, lanes may have unequal numbers of them
         whole = len(files) % self.lanes == 0 or len(files) >= 8 * self.lanes
         own = files[lane :: self.lanes] if whole else files
-        at = start or {"file": 0, "block": 0, "row": 0, "state": None}
-        for number in range(at["file"], len(own)):
+        first = start or {"file": 0, "block": 0, "row": 0, "state": None}
+        for number in range(first["file"], len(own)):
             part = rows.shard(num_shards=len(files), index=own[number])
-            if not whole:  # in turn, so that files with few rows are divided evenly, too
+            if not whole:  # lanes take turns, so that files with few rows are divided evenly too
                 rank = (lane + number) % self.lanes
                 part = split_dataset_by_node(part, rank=rank, world_size=self.lanes)
             block, first_row, state = 0, 0, None
-            if number == at["file"]:
-                block, first_row, state = at["block"], at["row"], at["state"]
+            if number == first["file"]:
+                block, first_row, state = first["block"], first["row"], first["state"]
             if state:
                 part.load_state_dict(state)
             for columns in part.iter(batch_size=ROWS_PER_BLOCK):
                 texts = self._texts(columns)
                 random.Random(f"{shuffle_seed} {own[number]} {block}").shuffle(texts)
                 for row in range(first_row, len(texts)):
-                    where = {"file": number, "block": block, "row": row, "state": state}
-                    yield texts[row], where
+                    position = {"file": number, "block": block, "row": row, "state": state}
+                    yield texts[row], position
                 block, first_row, state = block + 1, 0, part.state_dict()
 
     def _texts(self, columns: dict[str, list[Any]]) -> list[str]:
@@ -298,7 +298,7 @@ class CausalLM:
         return [path for path in files if not skipped & set(path.relative_to(root).parts)]
 
     def _is_validation(self, text: str) -> bool:
-        """Return whether a document is held out, by its hash as a number from 0 to 1."""
+        """Return whether a document is held out: its hash, as a number from 0 to 1, decides."""
         number = int.from_bytes(hashlib.sha256(text.encode()).digest()[:4], "big") / 2**32
         return number < self.validation_fraction
 
@@ -312,7 +312,7 @@ class CausalLM:
         try:
             read = Tokenizer.from_file if is_file else Tokenizer.from_pretrained
             tokenizer = read(self.tokenizer)
-        except Exception as error:  # tokenizers raises no narrower type
+        except Exception as error:  # tokenizers raises Exception itself
             raise ValueError(
                 f"tokenizer {self.tokenizer} is neither bytes nor a tokenizer.json, and cannot be"
                 f" downloaded from the Hugging Face Hub: {error}"
@@ -380,32 +380,27 @@ class CausalLM:
         metrics["bits_per_byte"].update(losses * text["tokens"] / text["bytes"] / math.log(2))
 
     def predict(self, model: nn.Module, data_info: dict[str, Any], argument: str) -> str:
-        """Generate a continuation of the argument, a text or the path of a file with it."""
-        tokens = encoder(data_info)(text_of(argument)) or [data_info["eos_token_id"]]
-        return self._generate_text(model, data_info, tokens, self.max_new_tokens)
+        """Generate a continuation of the argument: a text, or the path of a text file."""
+        tokens = encoder(data_info)(read_if_file(argument)) or [data_info["eos_token_id"]]
+        return self._generate_text(model, data_info, tokens)
 
     def predict_samples(
         self, model: nn.Module, data_info: dict[str, Any], samples: Any, folder: Path
     ) -> str:
-        """Return three prompts from the validation text, each with a continuation."""
+        """Return three prompts from the validation texts, each with a continuation."""
         parts = []
         for i in range(0, len(samples), max(1, -(-len(samples) // 3))):
-            tokens = self._prompt(samples[i])
+            tokens = samples[i][: max(1, self.sequence_length // 2)].tolist()
             prompt = decode(data_info, tokens)
-            text = self._generate_text(model, data_info, tokens, self.max_new_tokens)
+            text = self._generate_text(model, data_info, tokens)
             parts.append(f"--- prompt\n{prompt}\n--- continuation\n{text.removeprefix(prompt)}\n")
         return "\n".join(parts)
 
-    def _prompt(self, sequence: Tensor) -> list[int]:
-        return sequence[: max(1, self.sequence_length // 2)].tolist()
-
-    def _generate_text(
-        self, model: nn.Module, data_info: dict[str, Any], prompt: list[int], max_new_tokens: int
-    ) -> str:
+    def _generate_text(self, model: nn.Module, data_info: dict[str, Any], prompt: list[int]) -> str:
         tokens = generate(
             model,
             prompt,
-            max_new_tokens=max_new_tokens,
+            max_new_tokens=self.max_new_tokens,
             max_length=self.sequence_length,
             temperature=self.temperature,
             end=data_info["eos_token_id"],
@@ -415,21 +410,21 @@ class CausalLM:
 
 
 def encoder(data_info: dict[str, Any]) -> Callable[[str], list[int]]:
-    """Return a function from a text to its tokens, without the tokenizer's special tokens."""
+    """Return a function that tokenizes a text, without the tokenizer's special tokens."""
     if not data_info["tokenizer"]:
         return lambda text: list(text.encode())
-    tokenizer = _tokenizer_of(data_info["tokenizer"])
+    tokenizer = _load_tokenizer(data_info["tokenizer"])
     return lambda text: tokenizer.encode(text, add_special_tokens=False).ids
 
 
 def decode(data_info: dict[str, Any], tokens: list[int]) -> str:
-    """Return the text of tokens."""
+    """Return the text that some tokens encode."""
     if not data_info["tokenizer"]:
         return bytes(token for token in tokens if token < BYTE_EOS).decode(errors="replace")
-    return _tokenizer_of(data_info["tokenizer"]).decode(tokens)
+    return _load_tokenizer(data_info["tokenizer"]).decode(tokens)
 
 
-def text_of(argument: str) -> str:
+def read_if_file(argument: str) -> str:
     """Return the content of a file if the argument is the path of one, else the argument."""
     if not os.path.isfile(argument):
         return argument
@@ -437,7 +432,7 @@ def text_of(argument: str) -> str:
 
 
 @lru_cache
-def _tokenizer_of(text: str) -> Any:
+def _load_tokenizer(text: str) -> Any:
     from tokenizers import Tokenizer
 
     return Tokenizer.from_str(text)
@@ -447,15 +442,15 @@ def _file_stats(folder: Path, files: list[Path]) -> list[Any]:
     """Return name, size and modification time of files; a copy by rsync -a has the same.
 
     Args:
-        folder: the names are relative to it.
-        files: all inside the folder.
+        folder: the folder that contains the files; the names are relative to it.
+        files: their paths.
     """
     stats = ((path.relative_to(folder), path.stat()) for path in files)
     return [[str(name), stat.st_size, stat.st_mtime_ns] for name, stat in stats]
 
 
 def _token_losses(model: nn.Module, batch: Tensor) -> Tensor:
-    """Return the cross-entropy of each next token in nats, (B * T), float32."""
+    """Return the cross-entropy of each next token in nats, (B * T,), float32."""
     logits = model(batch[:, :-1])  # (B, T, V)
     return F.cross_entropy(logits.flatten(0, 1).float(), batch[:, 1:].flatten(), reduction="none")
 
@@ -471,16 +466,16 @@ def generate(
     end: int,
     generator: torch.Generator,
 ) -> list[int]:
-    """Return the tokens followed by up to max_new_tokens sampled ones.
+    """Return the tokens, followed by up to max_new_tokens sampled ones.
 
     Args:
         model: maps tokens (B, T) to logits (B, T, V).
         tokens: the prompt, not empty.
-        max_new_tokens: generation stops here, or at the token `end`.
-        max_length: the model sees the last max_length tokens only.
+        max_new_tokens: generation stops after this many tokens, or at the token `end`.
+        max_length: the model sees only the last max_length tokens.
         temperature: divides the logits; 0 always takes the most likely token.
         end: the end-of-text token.
-        generator: of the sampling, on the CPU.
+        generator: draws the samples, on the CPU.
     """
     device = next(model.parameters()).device
     tokens = list(tokens)
@@ -508,7 +503,7 @@ class PackedSequences(torch.utils.data.Dataset):
         return len(self.packed)
 
     def __getitem__(self, index: int) -> Tensor:
-        """Return a sequence (T + 1), int64."""
+        """Return a sequence (T + 1,), int64."""
         return torch.from_numpy(self.packed[index]["tokens"]).long()
 
     def __getitems__(self, indices: list[int]) -> list[Tensor]:
@@ -519,7 +514,7 @@ class PackedSequences(torch.utils.data.Dataset):
 class SequenceStream:
     """Sequences of T + 1 tokens, tokenized while they are read.
 
-    Lane i reads its share of the documents again and again, each time shuffled in another order.
+    Lane i reads its share of the documents repeatedly, shuffled differently each time.
     """
 
     def __init__(self, recipe: CausalLM, data_info: dict[str, Any]) -> None:
@@ -528,15 +523,15 @@ class SequenceStream:
         self.data_info = data_info
 
     def lane(self, i: int, start: int, seed: int) -> "SequenceLane":
-        """Return the sequences of lane i, without the first `start` ones."""
+        """Return the sequences of lane i, without the first `start` of them."""
         return SequenceLane(self.recipe, self.data_info, i, start, seed)
 
 
 class SequenceLane:
-    """The sequences (T + 1), int64, of one lane, without end; its state is where the next one is.
+    """An endless iterator over the sequences (T + 1,), int64, of one lane.
 
-    That is the epoch, the document in which it begins, see CausalLM._documents, and the offset of
-    its first token in the document's tokens.
+    Its state is where the next sequence begins: the epoch, the position of the document (see
+    CausalLM._documents), and the offset in the document's tokens.
     """
 
     def __init__(
@@ -570,7 +565,7 @@ class SequenceLane:
                 self.state = {"epoch": epoch, "document": document, "offset": offset}
                 yield torch.tensor(sequence)
                 empty_epochs = 0
-            if empty_epochs == 10:  # each has other documents of a lane
+            if empty_epochs == 10:  # in each epoch a lane has other documents
                 raise ValueError(
                     f"lane {self.i} of {recipe.lanes} does not fill one sequence of"
                     f" {recipe.sequence_length + 1} tokens: set fewer lanes, or add data"
@@ -582,7 +577,7 @@ class SequenceLane:
         return self.state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Begin at a position, and read no document before it."""
+        """Begin at a position, without reading the documents before it."""
         self.state = state
 
 
@@ -594,15 +589,15 @@ def pack(
     Each begins with the last token of the previous one, so that every token is predicted once.
 
     Args:
-        documents: the tokens of each, and its position.
-        length: of a sequence, less one.
+        documents: the tokens and the position of each document.
+        length: the number of tokens that are predicted per sequence.
         offset: where the first sequence begins in the first document.
 
     Yields:
         A sequence, and where the next one begins: the position of a document, and an offset in it.
     """
     rest: list[int] = []
-    begins: deque[tuple[int, Any]] = deque()  # where each document begins in rest, its position
+    begins: deque[tuple[int, Any]] = deque()  # start in rest and position of each document
     for tokens, position in documents:
         begins.append((len(rest) - offset, position))
         rest += tokens[offset:]
@@ -619,7 +614,7 @@ def pack(
 
 # ---- the model ----------------------------------------------------------------------------------
 class GPT(nn.Module):
-    """A decoder-only transformer with RMSNorm, rotary position embeddings and SwiGLU, as Llama.
+    """A decoder-only transformer with RMSNorm, rotary position embeddings and SwiGLU, like Llama.
 
     Touvron et al. 2023, https://arxiv.org/abs/2302.13971, section 2.2.
     """
@@ -647,7 +642,7 @@ class GPT(nn.Module):
                 nn.init.normal_(module.weight, std=0.02)
         for block in self.blocks:
             assert isinstance(block, TransformerBlock)
-            # 2 x depth outputs are added to the residual stream: scaled down, as in GPT-2
+            # scaled down as in GPT-2, since 2 x depth outputs add up in the residual stream
             for output in (block.attention.out, block.mlp.out):
                 nn.init.normal_(output.weight, std=0.02 / math.sqrt(2 * depth))
 

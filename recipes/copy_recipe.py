@@ -6,10 +6,10 @@
 Copies the loop to <package>/training, the recipe to <package>/<recipe>.py, its config to configs/
 and the accelerate configs to accelerate_configs/ of the repository, and replaces the template's
 package name with yours. It overwrites none of your files. In a git repository that does not ignore
-runs/ yet, it adds the line /runs/ to .gitignore. Run again, it updates the files that you have not
-changed, by the hashes in <package>/training/.copied.json. A project generated from the template
-has the loop already, and gets the recipe and its config (and .copied.json in its package). Readers
-of run folders and of clusters to come (<package>/training/tools) are copied with --tools.
+runs/ yet, it adds the line /runs/ to .gitignore. When run again, it updates the files that you have
+not changed, by the hashes in <package>/training/.copied.json. A project generated from the template
+has the loop already: it gets the recipe and its config (and .copied.json in its package).
+With --tools, <package>/training/tools is copied too: report, doctor, runs, planner and preflight.
 """
 
 import argparse
@@ -32,26 +32,26 @@ HERE = Path(__file__).resolve().parent.parent
 LOOP = HERE / "template/src/my_project"
 MODULES = sorted(path.relative_to(LOOP) for path in LOOP.rglob("*.py"))
 MODULES = [module for module in MODULES if module.parts[0] != "recipes"]
-TOOLS = Path("tools")  # the subpackage that the rest of the loop does without
+TOOLS = Path("tools")  # the subpackage that the rest of the loop does not need
 RECIPES = {path.stem: path for path in sorted((HERE / "recipes").glob("*.py"))}
 del RECIPES["copy_recipe"]
-MARKS = (".git", "pyproject.toml", "setup.py", "setup.cfg")  # in the root of a repository
-SOURCE_FOLDERS = ("src", "lib", "python")  # they contain packages and are not imported themselves
+MARKS = (".git", "pyproject.toml", "setup.py", "setup.cfg")  # one is in the root of a repository
+SOURCE_FOLDERS = ("src", "lib", "python")  # they contain packages, and are not imported themselves
 NO_PACKAGES = ("test", "tests", "__pycache__")
 BY_HAND = "image_classification"  # the recipe that the commands of recipes/README.md copy
 
 
 class Refused(Exception):
-    """An error that the user can fix, in one sentence."""
+    """An error that the user can fix; its message is one sentence."""
 
 
 @dataclass(frozen=True)
 class Package:
-    """The package that a recipe is copied into."""
+    """The package that a recipe is copied to."""
 
     folder: Path
     root: Path
-    """The folder that import paths begin in."""
+    """The folder in which import paths begin."""
     repository: Path
 
     @property
@@ -71,7 +71,7 @@ class Package:
 
     @property
     def has_tools(self) -> bool:
-        """Whether the loop there has tools."""
+        """Return whether the package's loop has tools."""
         return any(path.stem[0] != "_" for path in (self.loop / TOOLS).rglob("*.py"))
 
     @property
@@ -80,11 +80,11 @@ class Package:
         return self.loop / ".copied.json"
 
     def is_in_copied_loop(self, path: Path) -> bool:
-        """Return whether a file lies in the loop that was copied; a project has its own."""
+        """Return whether a file is in the copied loop; a generated project has its own loop."""
         return not self.is_project and path.is_relative_to(self.loop)
 
     def is_linked(self, path: Path) -> bool:
-        """Return whether a file, or a folder of the loop that it lies in, is a link."""
+        """Return whether a file, or a folder of the loop that contains it, is a link."""
         folders = (place for place in path.parents if self.loop in place.parents)
         return any(place.is_symlink() for place in (path, *folders))
 
@@ -95,12 +95,12 @@ class Package:
 
 @dataclass
 class Changes:
-    """The files of a copy, by what happened to them."""
+    """The files of a copy, by what happens to them."""
 
     new: list[Path] = field(default_factory=list)
     updated: list[Path] = field(default_factory=list)
     kept: list[Path] = field(default_factory=list)
-    """Differ from ours, and belong to the user."""
+    """Differ from ours, and stay as the user has changed them."""
     differ: list[Path] = field(default_factory=list)
     """Differ from ours, and prevent the copy."""
     dropped: list[Path] = field(default_factory=list)
@@ -127,17 +127,17 @@ def is_importable(name: str) -> bool:
 def packages_in(folder: Path) -> list[Path]:
     """List the packages in a folder and in its src, lib and python, without tests."""
     patterns = ("*/__init__.py", *(f"{name}/*/__init__.py" for name in SOURCE_FOLDERS))
-    found = [init.parent for pattern in patterns for init in sorted(folder.glob(pattern))]
-    if folder.name == "src" and not found:
-        found = sorted(folder.glob("*/"))  # without an __init__.py
-    return [path for path in found if is_importable(path.name) and path.name not in NO_PACKAGES]
+    packages = [init.parent for pattern in patterns for init in sorted(folder.glob(pattern))]
+    if folder.name == "src" and not packages:
+        packages = sorted(folder.glob("*/"))  # namespace packages, without an __init__.py
+    return [path for path in packages if is_importable(path.name) and path.name not in NO_PACKAGES]
 
 
 def refuse_source_folder(package: Package) -> None:
     """Refuse a folder without an __init__.py that contains packages rather than being one.
 
-    A namespace package has no __init__.py either. A folder in a repository's src is taken for one,
-    and so is a folder with the loop; elsewhere a folder that contains packages is refused.
+    A namespace package has no __init__.py either. A folder in a repository's src counts as one, and
+    so does a folder with the loop; elsewhere a folder that contains packages is refused.
     """
     folder = package.folder
     if holds_loop(folder) or holds_loop(folder / "training"):
@@ -145,24 +145,24 @@ def refuse_source_folder(package: Package) -> None:
     packages = packages_in(folder)
     is_in_src = package.root.name == "src" and is_marked(package.repository)
     if folder.name == "src":
-        what = "is the source folder of a src layout, not a package"
+        problem = "is the source folder of a src layout, not a package"
     elif packages and (folder.name in SOURCE_FOLDERS or not is_in_src):
-        what = "has no __init__.py and holds packages"
+        problem = "has no __init__.py and contains packages"
     else:
         return
     remedy = f"make the folder of your package in it, such as {folder / 'your_package'}"
     if packages:
         remedy = f"give one of its packages, such as {', '.join(map(str, packages[:3]))}"
     raise Refused(
-        f"{folder} {what}; {remedy} (or add an __init__.py to {folder.name}, if that is imported)."
+        f"{folder} {problem}; {remedy} (or add an __init__.py to {folder.name}, if you import it)."
     )
 
 
 def find_package(folder: Path) -> Package:
-    """Return how a folder is imported, and the repository that contains it.
+    """Return the package in a folder: how it is imported, and the repository that contains it.
 
     Raises:
-        Refused: it cannot be a package.
+        Refused: the folder cannot be a package.
     """
     if not folder.is_dir():
         raise Refused(f"{folder} is not a folder; give your package's folder.")
@@ -183,7 +183,7 @@ def find_package(folder: Path) -> Package:
     is_subpackage = root != folder.parent
     marked = (place for place in (root, *root.parents) if is_marked(place))
     repository = next(marked, root.parent if root.name == "src" else root)
-    for place in (root, *root.parents):  # there may be namespace packages between it and src
+    for place in (root, *root.parents):  # namespace packages may be between src and root
         if place.name == "src" and place != repository and place.is_relative_to(repository):
             root = place
             break
@@ -192,17 +192,17 @@ def find_package(folder: Path) -> Package:
         refuse_source_folder(package)
     for part in folder.relative_to(root).parts:
         if not is_importable(part):
-            raise Refused(f"{part} cannot be imported as a package; give a package's folder.")
+            raise Refused(f"{part} cannot be imported as a package; give the folder of a package.")
     return package
 
 
 def dependencies(recipe: Path) -> list[str]:
     """Return the dependencies of a recipe, from the comment at its top (PEP 723)."""
     text = recipe.read_text(encoding="utf-8")
-    found = re.search(r"(?m)^# /// script$\s(?P<head>(^#(| .*)$\s)+)^# ///$", text)
-    if not found:
-        raise Refused(f"{recipe} has no PEP 723 head that says what it needs.")
-    lines = [line.removeprefix("#").removeprefix(" ") for line in found["head"].splitlines()]
+    block = re.search(r"(?m)^# /// script$\s(?P<head>(^#(| .*)$\s)+)^# ///$", text)
+    if not block:
+        raise Refused(f"{recipe} has no PEP 723 comment at its top that lists its dependencies.")
+    lines = [line.removeprefix("#").removeprefix(" ") for line in block["head"].splitlines()]
     return list(tomllib.loads("\n".join(lines))["dependencies"])
 
 
@@ -212,12 +212,12 @@ def loop_dependencies() -> list[str]:
     return list(project["project"]["dependencies"])
 
 
-def named_for(package: Package, text: str, recipe: str) -> str:
+def replace_names(package: Package, text: str, recipe: str) -> str:
     """Replace the names of the template's package and recipe in a text."""
     loop = package.dotted if package.is_project else f"{package.dotted}.training"
     recipes = f"{package.dotted}.recipes" if package.is_project else package.dotted
     names = re.compile(rf"\b{LOOP.name}(\.recipes(?=\.))?\b")
-    text = names.sub(lambda found: recipes if found[1] else loop, text)
+    text = names.sub(lambda match: recipes if match[1] else loop, text)
     return re.sub(r"(?<=[/ ])image_classification\b", recipe, text)
 
 
@@ -233,26 +233,26 @@ def plan(
         with_tools: whether to copy tools/.
 
     Yields:
-        A path, its content, and the hashes it has if it was copied by hand: with the names
-        replaced, or (by cp alone) as in the template.
+        A path, its content, and its hashes if it was copied by hand: with the names replaced, or
+        (by cp alone) as in the template.
     """
 
-    def from_source(source: Path, recipe: str) -> tuple[bytes, set[str]]:
+    def read(source: Path, recipe: str) -> tuple[bytes, set[str]]:
         text = source.read_text(encoding="utf-8")
-        by_hand = {digest(named_for(package, text, BY_HAND).encode()), digest(text.encode())}
-        return named_for(package, text, recipe).encode(), by_hand
+        by_hand = {digest(replace_names(package, text, BY_HAND).encode()), digest(text.encode())}
+        return replace_names(package, text, recipe).encode(), by_hand
 
     if not package.is_project:
         for module in MODULES:
             if with_tools or TOOLS not in module.parents:
-                yield package.loop / module, *from_source(LOOP / module, first)
+                yield package.loop / module, *read(LOOP / module, first)
         for source in sorted((HERE / "accelerate_configs").glob("*.yaml")):
             place = package.repository / "accelerate_configs" / source.name
-            yield place, *from_source(source, first)
+            yield place, *read(source, first)
     folder = package.folder / "recipes" if package.is_project else package.folder
-    yield folder / f"{name}.py", *from_source(RECIPES[name], name)
+    yield folder / f"{name}.py", *read(RECIPES[name], name)
     config = package.repository / "configs" / f"{name}.yaml"
-    yield config, *from_source(HERE / f"recipes/{name}.yaml", name)
+    yield config, *read(HERE / f"recipes/{name}.yaml", name)
 
 
 def digest(content: bytes) -> str:
@@ -272,19 +272,19 @@ def compare(
         if not path.is_file():
             changes.differ.append(path)
             continue
-        there, copied = path.read_bytes(), record.get(package.name(path))
-        if digest(there) == digest(content):
+        current, copied = path.read_bytes(), record.get(package.name(path))
+        if digest(current) == digest(content):
             continue
         in_loop = package.is_in_copied_loop(path)
-        if digest(there) in {copied, *by_hand} and not package.is_linked(path):
+        if digest(current) in {copied, *by_hand} and not package.is_linked(path):
             changes.updated.append(path)
         elif copied and (keep or not in_loop or copied == digest(content)):
             changes.kept.append(path)
-        elif "accelerate_configs" in path.parts and b"distributed_type:" in there:
+        elif "accelerate_configs" in path.parts and b"distributed_type:" in current:
             changes.kept.append(path)  # written for another package, or copied by hand
         else:
             changes.differ.append(path)
-    changes.differ += dict.fromkeys(in_the_way(package, changes.new, record))
+    changes.differ += dict.fromkeys(conflicts(package, changes.new, record))
     copied_loop = (package.repository / name for name in record)
     changes.dropped = [
         path
@@ -294,8 +294,8 @@ def compare(
     return changes
 
 
-def in_the_way(package: Package, new: Iterable[Path], record: dict[str, str]) -> Iterator[Path]:
-    """Yield modules with the same import name as ours, which would shadow each other, and links.
+def conflicts(package: Package, new: Iterable[Path], record: dict[str, str]) -> Iterator[Path]:
+    """Yield links, and modules that have the import name of one of ours, so one hides the other.
 
     Args:
         package: the destination.
@@ -323,27 +323,27 @@ def in_the_way(package: Package, new: Iterable[Path], record: dict[str, str]) ->
 def check_writable(paths: Iterable[Path]) -> None:
     """Refuse files that cannot be written, before any is written."""
     for path in paths:
-        there = next(place for place in (path, *path.parents) if os.path.lexists(place))
-        if there != path and not there.is_dir():
-            raise Refused(f"{path} cannot be written: {there} is not a folder.")
-        if not os.access(there, os.W_OK):
-            raise Refused(f"{path} cannot be written: you may not write to {there}.")
+        existing = next(place for place in (path, *path.parents) if os.path.lexists(place))
+        if existing != path and not existing.is_dir():
+            raise Refused(f"{path} cannot be written: {existing} is not a folder.")
+        if not os.access(existing, os.W_OK):
+            raise Refused(f"{path} cannot be written: you may not write to {existing}.")
 
 
 def copy(name: str, package: Package, keep: bool = False, tools: bool = False) -> Changes:
     """Copy missing files, and update files that the user has not changed.
 
     Args:
-        name: of the recipe.
-        package: where to.
+        name: the name of the recipe.
+        package: the destination.
         keep: leave modules of the loop that have changed on both sides.
-        tools: copy tools/ too; it is brought up to date where it is there.
+        tools: copy tools/ too; if the destination has it, it is updated in any case.
 
     Raises:
-        Refused: files exist and differ, or cannot be written; nothing has been written then.
+        Refused: files exist and differ, or cannot be written. Nothing was written then.
     """
     if name not in RECIPES:
-        raise Refused(f"there is no recipe {name}; there are {', '.join(RECIPES)}.")
+        raise Refused(f"there is no recipe {name}; the recipes are {', '.join(RECIPES)}.")
     if tools and package.is_project:
         raise Refused(
             f"{package.folder} has a loop of its own, which is not copied: leave out --tools."
@@ -355,8 +355,8 @@ def copy(name: str, package: Package, keep: bool = False, tools: bool = False) -
             files, first = record["files"], record["recipe"]
         except (ValueError, KeyError, TypeError):
             raise Refused(
-                f"{package.record} is damaged; fix it, or remove it: what you have changed then"
-                " counts as in the way."
+                f"{package.record} is damaged; fix it, or remove it: files that you have changed"
+                " then prevent the copy."
             ) from None
     wanted = {
         path: (text, by_hand)
@@ -366,7 +366,7 @@ def copy(name: str, package: Package, keep: bool = False, tools: bool = False) -
     if changes.differ:
         merge = ""
         if any(package.name(path) in files for path in changes.differ):
-            merge = ", or take over by hand what is new in those you have changed and give --keep"
+            merge = ", or merge by hand what is new in those that you have changed, and give --keep"
         raise Refused(
             "nothing was copied, since these exist and differ: "
             + ", ".join(package.name(path) for path in changes.differ)
@@ -374,17 +374,17 @@ def copy(name: str, package: Package, keep: bool = False, tools: bool = False) -
         )
     to_write = changes.new + changes.updated
     check_writable([*to_write, package.record])
-    left = set(to_write)
+    unwritten = set(to_write)
     try:
         for path in to_write:
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_bytes(wanted[path][0])
-            left.remove(path)
+            unwritten.remove(path)
     except OSError as error:
-        raise Refused(f"{error}; call again when that is fixed.") from error
+        raise Refused(f"{error}; fix that and run the same command again.") from error
     finally:
         if package.loop.is_dir():
-            for path in wanted.keys() - left:
+            for path in wanted.keys() - unwritten:
                 files[package.name(path)] = digest(wanted[path][0])
             record = json.dumps({"recipe": first, "files": files}, indent=1)
             package.record.write_text(f"{record}\n", encoding="utf-8")
@@ -407,7 +407,7 @@ def git_ignores(repository: Path, folder: str) -> bool:
 def ignore_outputs(repository: Path) -> Iterator[str]:
     """Make git ignore the run folders, by a line at the end of .gitignore.
 
-    data/ holds downloads and caches, but maybe the user's files too, so it is only mentioned.
+    data/ contains downloads and caches, but maybe files of the user too, so it is only mentioned.
 
     Yields:
         Lines for the report.
@@ -419,19 +419,19 @@ def ignore_outputs(repository: Path) -> Iterator[str]:
         try:
             if file.is_symlink():
                 raise OSError(f"it is a link to {file.resolve()}")
-            there = file.read_bytes() if file.exists() else b""
-            if b"\0" in there:
+            text = file.read_bytes() if file.exists() else b""
+            if b"\0" in text:
                 raise OSError("it is not UTF-8")
-            end = b"\r\n" if b"\r\n" in there else b"\n"
+            end = b"\r\n" if b"\r\n" in text else b"\n"
             with file.open("ab") as lines:
-                lines.write((b"" if there.endswith(b"\n") or not there else end) + b"/runs/" + end)
+                lines.write((b"" if text.endswith(b"\n") or not text else end) + b"/runs/" + end)
             yield "added to .gitignore, for the run folders: /runs/"
         except OSError as error:
             yield f"add to .gitignore, for the run folders: /runs/ (not added: {error})"
     if not git_ignores(repository, "data"):
         yield (
-            "note: recipes put downloads and caches into data/, which git does not ignore; add"
-            " /data/ to .gitignore, unless you keep files of your own there"
+            "note: recipes put downloads and caches in data/, which git does not ignore; add /data/"
+            " to .gitignore, unless you keep files of your own there"
         )
 
 
@@ -440,7 +440,7 @@ def report(name: str, package: Package, changes: Changes, notes: Iterable[str]) 
     count = len(changes.new) + len(changes.updated)
     print(f"{count} file(s) written to {package.repository}")
     for title, paths in {
-        "brought up to date": changes.updated,
+        "updated": changes.updated,
         "kept, since they are yours": changes.kept,
         "no longer part of the loop": changes.dropped,
     }.items():
@@ -449,9 +449,9 @@ def report(name: str, package: Package, changes: Changes, notes: Iterable[str]) 
     for note in notes:
         print(note)
     if package.is_project:
-        ours = named_for(package, (LOOP / "recipe.py").read_text(encoding="utf-8"), name)
+        ours = replace_names(package, (LOOP / "recipe.py").read_text(encoding="utf-8"), name)
         if digest(ours.encode()) != digest((package.folder / "recipe.py").read_bytes()):
-            print("note: recipe.py there is of another version; cruft update brings it to this one")
+            print("note: its recipe.py is of another version; cruft update brings it to this one")
     needs = [] if package.is_project else loop_dependencies()
     needs = dict.fromkeys([*needs, *dependencies(RECIPES[name])])
     print("add to your dependencies:", *(f'"{need}"' for need in needs))
@@ -459,20 +459,20 @@ def report(name: str, package: Package, changes: Changes, notes: Iterable[str]) 
     path = "" if root == Path() else f"PYTHONPATH={shlex.quote(str(root))} "
     module = f"{package.dotted}.train" if package.is_project else f"{package.dotted}.training.train"
     print(
-        f"then, in {package.repository} (PYTHONPATH where {package.dotted} is not installed):\n"
+        f"then, in {package.repository} (PYTHONPATH if {package.dotted} is not installed):\n"
         f"{path}accelerate launch --config_file accelerate_configs/cpu_2_processes.yaml"
         f" -m {module} --config configs/{name}.yaml"
     )
 
 
 def main(arguments: list[str]) -> None:
-    """Copy a recipe, or list all."""
+    """Copy a recipe, or list all recipes."""
     parser = argparse.ArgumentParser(
         allow_abbrev=False,
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("recipe", nargs="?")
+    parser.add_argument("recipe", nargs="?", help="the recipe to copy")
     parser.add_argument("package", nargs="?", type=Path, help="the folder of your package")
     parser.add_argument("--list", action="store_true", help="list the recipes, one per line")
     parser.add_argument(

@@ -17,8 +17,8 @@ Model: the mean of hashed character n-gram embeddings, and an MLP each for queri
        logit_scale.
 Loss:  the symmetric cross-entropy of CLIP (https://arxiv.org/abs/2103.00020, section 2.3) over the
        micro-batches of all processes: each query against all documents, each document against all
-       queries. Without gradient accumulation it does not depend on the number of processes; with
-       accumulation there are fewer negatives, so the loss is another one.
+       queries. Without gradient accumulation, it does not depend on the number of processes. With
+       accumulation there are fewer negatives, which changes the loss.
 The default config, with its measured recall and time, is configs/embedding.yaml.
 """
 
@@ -42,28 +42,28 @@ from torchmetrics.utilities import dim_zero_cat
 
 Bag = tuple[Tensor, Tensor]  # n-gram ids of all texts, and the offset at which each text begins
 
-MAX_DOCUMENTS = 10_000  # among which predict_samples looks for the nearest
-TIE = 1e-6  # scores (-1 to 1) closer than this are equal; float32 rounding stays below it
+MAX_DOCUMENTS = 10_000  # predict_samples looks for the nearest among so many
+TIE = 1e-6  # scores (-1 to 1) closer than this count as equal; float32 rounding stays below it
 
 
 @dataclass(frozen=True, kw_only=True)
 class Embedding:
     """Retrieve the document that matches a query; every field can be set from the command line."""
 
-    compares_samples = True  # in its loss: each query with all documents
+    compares_samples = True  # the loss compares each query with all documents
 
     data: str = "python"
     """python or pairs."""
     data_path: str = field(default="data", metadata={"changes_curve": False})
     """pairs: the folder with the .jsonl files."""
     max_characters: int = 2000
-    """Only the first so many characters of a text are used."""
+    """Characters of a text that are used, from its beginning."""
     buckets: int = 65_536
     """Rows of the embedding table; n-grams are hashed to rows."""
     width: int = 128
     """Size of an embedding."""
     temperature: float = 0.05
-    """Initial softmax temperature; it is learned."""
+    """Initial temperature of the softmax; training changes it."""
 
     # ---- data -----------------------------------------------------------------------------------
     def prepare_data(self) -> dict[str, Any]:
@@ -139,7 +139,7 @@ class Embedding:
     def predict(self, model: Any, data_info: dict[str, Any], argument: str) -> str:
         """Rank documents, one per line after the first, by their similarity to the first line.
 
-        The argument is these lines, or the path of a file with them.
+        The argument is the lines, or the path of a file with them.
         """
         if os.path.isfile(argument):
             argument = Path(argument).read_text(encoding="utf-8", errors="replace")
@@ -161,20 +161,20 @@ class Embedding:
         from rich.text import Text
 
         pairs = samples.dataset.pairs
-        own = sorted({*range(min(len(pairs), MAX_DOCUMENTS)), *samples.indices})
+        candidates = sorted({*range(min(len(pairs), MAX_DOCUMENTS)), *samples.indices})
         documents = torch.cat(
             [
-                self._encode(model, [pairs[i][1] for i in own[k : k + 256]], "document")
-                for k in range(0, len(own), 256)
+                self._encode(model, [pairs[i][1] for i in candidates[k : k + 256]], "document")
+                for k in range(0, len(candidates), 256)
             ]
         )
         table, num_right = Table("query", "nearest document", "similarity", "own document"), 0
         for i in samples.indices:
             scores = documents @ self._encode(model, [pairs[i][0]], "query").flatten()
             nearest = int(scores.argmax())
-            rank = 1 + int((scores > scores[own.index(i)] + TIE).sum())
+            rank = 1 + int((scores > scores[candidates.index(i)] + TIE).sum())
             num_right += rank == 1
-            words = (pairs[i][0], pairs[own[nearest]][1])
+            words = (pairs[i][0], pairs[candidates[nearest]][1])
             table.add_row(
                 *(
                     Text(" ".join(text.split()), overflow="ellipsis", no_wrap=True)
@@ -185,7 +185,7 @@ class Embedding:
                 style=None if rank == 1 else "red",
             )
         table.title = f"{num_right} of {len(samples)} queries are nearest to their own document"
-        table.caption = f"among {len(own)} documents"
+        table.caption = f"among {len(candidates)} documents"
         return table
 
     def _encode(self, model: Any, texts: list[str], side: str) -> Tensor:
@@ -207,7 +207,7 @@ def all_gather_with_grad(local: Tensor) -> Tensor:
 
 
 class _AllGather(torch.autograd.Function):
-    """all_gather; its backward sums over processes and returns the gradient of the own rows."""
+    """all_gather whose backward sums over processes and returns the gradient of the local rows."""
 
     @staticmethod
     def forward(ctx: Any, local: Tensor) -> Tensor:
@@ -231,7 +231,7 @@ def _rank() -> int:
 
 
 class RecallAtK(Metric):
-    """Fraction of queries whose own document is among the k nearest of the whole set; exact."""
+    """Exact fraction of queries whose own document is among the k nearest of the whole set."""
 
     full_state_update = False
 
@@ -251,8 +251,8 @@ class RecallAtK(Metric):
     def compute(self) -> Tensor:
         """Compare every query with every document, 256 queries at a time.
 
-        Documents whose scores are within TIE of the own document's share their ranks, so that
-        rounding errors, which depend on the batch and the CPU, do not change the result.
+        Scores within TIE of the own document's score are ties, which share their ranks equally, so
+        that rounding errors, which depend on the batch and the CPU, do not change the result.
         """
         # float64, since float32 matmuls may run in TF32
         queries, documents = (
@@ -260,7 +260,7 @@ class RecallAtK(Metric):
         )
         hits = queries.new_zeros(())
         start = 0
-        for chunk in queries.split(256):  # 2 KB of float64 scores per document, three times
+        for chunk in queries.split(256):  # three tensors, each 2 KB of float64 per document
             scores = chunk @ documents.T
             index = torch.arange(start, start + len(chunk), device=scores.device)
             own = scores.gather(1, index[:, None])
@@ -285,13 +285,13 @@ class PairDataset(torch.utils.data.Dataset):
         return len(self.pairs)
 
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
-        """Return the n-gram ids of a query and of its document, int64, of any length."""
+        """Return the n-gram ids of a query and of its document, two int64 tensors of any length."""
         query, document = (ngrams(t, self.buckets, self.max_characters) for t in self.pairs[index])
         return query, document
 
 
 def ngrams(text: str, buckets: int, max_characters: int) -> Tensor:
-    """Return the hashed character n-grams of a text, n = 3 to 5, within words.
+    """Return the hashed character n-grams of a text's words, n = 3 to 5.
 
     The hashes (CRC-32) are the same on every machine.
     """
@@ -318,7 +318,7 @@ def _read_jsonl(path: Path) -> list[tuple[str, str]]:
 
 
 def standard_library() -> list[tuple[str, str]]:
-    """Return pairs of a docstring's first paragraph and its function's source without it."""
+    """Return pairs: a docstring's first paragraph, and the function's source without docstring."""
     root = Path(sysconfig.get_path("stdlib"))
     pairs: dict[str, str] = {}
     skipped = {"test", "tests", "idle_test", "site-packages", "dist-packages"}
@@ -359,10 +359,10 @@ class TwoTowers(nn.Module):
             }
         )
         nn.init.normal_(self.table.weight, std=0.1)
-        # shape (1,), since FSDP refuses 0-dimensional parameters
+        # of shape (1,), since FSDP refuses 0-dimensional parameters
         self.logit_scale = nn.Parameter(torch.tensor([1 / temperature]).log())
 
     def encode(self, bag: Bag, side: str) -> Tensor:
-        """Return the embeddings of texts; side is query or document; (B, D), unit vectors."""
+        """Return the embeddings of texts, unit vectors (B, D); side is query or document."""
         mean = self.table(*bag)
         return F.normalize(mean + self.towers[side](mean), dim=-1)

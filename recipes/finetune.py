@@ -16,14 +16,14 @@ Task:  classification (of one text or a pair of texts) or causal_lm (generate a 
        after a prompt, which the loss ignores): --recipe.task
 Model: minilm (a small encoder, from a Python package), a name on the Hugging Face Hub, or a folder.
        A folder with config.json and a tokenizer but no weights makes a new, untrained model.
-       Weights must be safetensors, and code from the Hub is never run: --recipe.model
+       Weights must be safetensors; code from the Hub is never run: --recipe.model
 Data:  python (docstrings of the standard library, labeled with their module), files (data_path: a
        .jsonl, .csv or .parquet file, or a folder of them; files named validation, valid, val, dev,
        eval or test are held out), or the name of a Hugging Face dataset: --recipe.data
        Rows without a text or a label are skipped.
 Padding: texts are padded to the longest of their micro-batch; loss and metrics ignore padding.
-Export: save_pretrained writes it, with the tokenizer, so that from_pretrained loads it. With LoRA
-       it holds the adapter only, or the merged model with --recipe.merge_adapter true.
+Export: save_pretrained writes it, with the tokenizer, so from_pretrained loads it. With LoRA it
+       contains only the adapter, or with --recipe.merge_adapter true the merged model.
 The default config, with its measured accuracy and time, is configs/finetune.yaml.
 """
 
@@ -44,12 +44,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-# B: samples in a micro-batch, T: tokens of the longest of them, C: classes, V: vocabulary
+# B: samples in a micro-batch, T: tokens of the longest of them, C: classes, V: vocabulary size
 
 MAY_CHANGE: Any = {"changes_curve": False}
 IGNORE_INDEX = -100  # the label of padding and prompt tokens
-MAX_FILE_SIZE = "5GB"  # of a file of exported weights; transformers' own default is ten times that
-MODULES = (  # the classes of the data python
+MAX_FILE_SIZE = "5GB"  # per file of exported weights; the default of transformers is ten times that
+MODULES = (  # the classes of the default data, python
     "asyncio",
     "email",
     "http",
@@ -87,12 +87,12 @@ class Finetune:
     label_column: str = "label"
     """classification: the column of the class, a name or a number."""
     prompt_column: str = ""
-    """causal_lm: the column of a prompt before the text; the loss ignores it."""
+    """causal_lm: the column of a prompt that precedes the text; the loss ignores it."""
     validation_fraction: float = 0.1
-    """If the data has no validation or test split: the fraction held out, chosen by hashes."""
+    """The fraction held out, chosen by hashes, if the data has no validation or test split."""
     max_length: int = 256
-    """Maximum tokens of a sample, prompt included. Longer texts lose their end; a prompt loses its
-    beginning, down to half of this length."""
+    """Maximum tokens of a sample, prompt included. A longer text is cut at its end; a prompt is cut
+    at its beginning, down to half of this length."""
     lora_rank: int = 0
     """Freeze the weights and train LoRA matrices of this rank; 0: train all weights."""
     lora_alpha: float = 16.0
@@ -100,13 +100,13 @@ class Finetune:
     lora_dropout: float = 0.0
     """LoRA: dropout on the input of its matrices."""
     lora_modules: str = "all-linear"
-    """LoRA: the modules that it adapts, a regular expression for their names, or all-linear."""
+    """LoRA: the modules to adapt: a regular expression for their names, or all-linear."""
     frozen_dtype: Literal["float32", "bfloat16"] = "float32"
     """LoRA: dtype of the frozen weights; bfloat16 needs mixed precision bf16."""
     merge_adapter: bool = field(default=False, metadata=MAY_CHANGE)
     """LoRA: export the whole model, with the adapter merged into its weights."""
     max_new_tokens: int = field(default=100, metadata=MAY_CHANGE)
-    """causal_lm: the largest number of tokens that predict generates."""
+    """causal_lm: the maximum number of tokens that predict generates."""
 
     # ---- data -----------------------------------------------------------------------------------
     def prepare_data(self) -> dict[str, Any]:
@@ -116,7 +116,7 @@ class Finetune:
         if self.task == "causal_lm":
             return {"classes": []}
         known, held_out = (
-            {_class_of(rows, self.label_column, row) for row in rows}
+            {_row_class(rows, self.label_column, row) for row in rows}
             for rows in (train, validation)
         )
         if is_random_split:  # all samples of a rare class may have been held out
@@ -141,7 +141,7 @@ class Finetune:
         Returns:
             The tokenizer's outputs, each (B, T), and labels: (B,) or (B, T).
         """
-        return self._batch(_tokenizer_of(self._model_folder()), samples)
+        return self._batch(_load_tokenizer(self._model_folder()), samples)
 
     def _batch(self, tokenizer: Any, samples: list[dict[str, Any]]) -> dict[str, Tensor]:
         if self.task == "classification":
@@ -168,13 +168,13 @@ class Finetune:
             labels.append(([IGNORE_INDEX] * len(prompt) + text)[: self.max_length])
         mask = [[1] * len(row) for row in ids]
         return {
-            "input_ids": _padded(ids, tokenizer.pad_token_id),
-            "attention_mask": _padded(mask, 0),
-            "labels": _padded(labels, IGNORE_INDEX),
+            "input_ids": _pad(ids, tokenizer.pad_token_id),
+            "attention_mask": _pad(mask, 0),
+            "labels": _pad(labels, IGNORE_INDEX),
         }
 
     def _rows(self) -> tuple[Any, Any, bool]:
-        """Return training rows, validation rows, and whether this recipe has split them."""
+        """Return training rows, validation rows, and whether this recipe split them."""
         from datasets import Dataset, disable_progress_bars, load_dataset
         from datasets.exceptions import DatasetsError
 
@@ -184,7 +184,7 @@ class Finetune:
                 sets: Any = {"train": Dataset.from_list(standard_library())}
             elif self.data == "files":
                 kind, files = self._files()
-                sets = {  # one by one, since the test files may have other columns
+                sets = {  # each split separately, since the test files may have other columns
                     split: load_dataset(kind, data_files=names, split="train")
                     for split, names in files.items()
                 }
@@ -198,7 +198,8 @@ class Finetune:
         if not len(train):
             raise ValueError(f"data {self.data} has no row in which all columns have a value")
         columns = sets["test"].column_names if "test" in sets else []
-        has_test = self.task == "causal_lm" or self.label_column in columns  # often not published
+        # the labels of a test split are often not published
+        has_test = self.task == "causal_lm" or self.label_column in columns
         for split in ("validation", "test") if has_test else ("validation",):
             if split in sets and len(held_out := self._complete(sets[split])):
                 return train, held_out, False
@@ -217,13 +218,13 @@ class Finetune:
         kind = (suffixes & set(kinds)).pop()
         files: dict[str, list[str]] = {}
         for file in sorted(path.glob(f"*{kind}")) if path.is_dir() else [path]:
-            found = re.match(r"(?i)(?:(test)|validation|valid|val|dev|eval)(?![a-z])", file.stem)
-            split = "train" if not found or file == path else "test" if found[1] else "validation"
+            name = re.match(r"(?i)(?:(test)|validation|valid|val|dev|eval)(?![a-z])", file.stem)
+            split = "train" if not name or file == path else "test" if name[1] else "validation"
             files.setdefault(split, []).append(str(file))
         return kinds[kind], files
 
     def _complete(self, rows: Any) -> Any:
-        """Return the rows in which every needed column has a value; refuse a missing column."""
+        """Return the rows in which all needed columns have a value; refuse a missing column."""
         needed = {"text_column": self.text_column}
         if self.task == "classification":
             needed |= {"label_column": self.label_column}
@@ -251,7 +252,7 @@ class Finetune:
         if not (folder / "config.json").is_file():
             raise ValueError(f"model {self.model}: {folder} has no config.json")
         config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
-        tokenizer = _tokenizer_of(folder)
+        tokenizer = _load_tokenizer(folder)
         positions = getattr(config, "max_position_embeddings", None) or self.max_length
         if self.max_length > (limit := min(positions, tokenizer.model_max_length)):
             raise ValueError(
@@ -270,7 +271,7 @@ class Finetune:
 
     # ---- model and loss -------------------------------------------------------------------------
     def build_model(self, data_info: dict[str, Any]) -> nn.Module:
-        """Return the pretrained model with a new head for the classes, and with LoRA if wanted."""
+        """Return the pretrained model with a new head for the classes, and with LoRA if set."""
         model, new_layers = self._base(self._model_folder(), data_info)
         if not self.lora_rank:
             return model
@@ -287,7 +288,7 @@ class Finetune:
         )
         adapted = get_peft_model(model, settings)
         for parameter in adapted.parameters():
-            # LoRA and the head: bfloat16 would round small updates away
+            # LoRA and the head in float32: bfloat16 would round small updates away
             if parameter.requires_grad:
                 parameter.data = parameter.data.float()
         return adapted
@@ -296,8 +297,8 @@ class Finetune:
         """Return the summed cross-entropy of the classes or the next tokens, and their number.
 
         Args:
-            model: of transformers or peft; returns logits (B, C) or (B, T, V).
-            batch: from collate.
+            model: a model of transformers or peft; returns logits (B, C) or (B, T, V).
+            batch: the output of collate.
             step: not used.
 
         Returns:
@@ -324,10 +325,10 @@ class Finetune:
         """
         import transformers
 
-        transformers.logging.set_verbosity_error()  # it would warn that the head is new
+        transformers.logging.set_verbosity_error()  # no warning that the head is new
         transformers.logging.disable_progress_bar()
         kind: Any = transformers.AutoModelForCausalLM
-        settings: dict[str, Any] = {"pad_token_id": _tokenizer_of(folder).pad_token_id}
+        settings: dict[str, Any] = {"pad_token_id": _load_tokenizer(folder).pad_token_id}
         has_other_head = False
         if self.task == "classification":
             kind = transformers.AutoModelForSequenceClassification
@@ -353,7 +354,7 @@ class Finetune:
             new = set(loading_info["missing_keys"])
             if has_other_head:
                 new |= _reset_head(model, new)
-            return model, _outermost(new)
+            return model, _outermost_modules(new)
         if any(folder.glob("*.bin")):
             raise ValueError(
                 f"the weights of model {self.model} are in a format that can run code when it is"
@@ -395,9 +396,9 @@ class Finetune:
         """Return the five most likely classes of a text, or the text and its continuation.
 
         The argument is the text, or the path of a file with it. With second_text_column, the second
-        text is on a line of its own.
+        text begins on the second line.
         """
-        text = text_of(argument)
+        text = read_if_file(argument)
         if self.task == "causal_lm":
             return self._generate_text(model, text)
         second = ""
@@ -409,7 +410,7 @@ class Finetune:
 
     def _probabilities(self, model: Any, sample: dict[str, Any]) -> Tensor:
         """Return the probability of each class, (C,)."""
-        tokenizer = _tokenizer_of(Path(model.name_or_path))  # in the folder of the weights
+        tokenizer = _load_tokenizer(Path(model.name_or_path))  # the folder of the weights
         batch = self._batch(tokenizer, [sample | {"label": 0}])
         device = next(model.parameters()).device
         batch = {name: tensor.to(device) for name, tensor in batch.items()}
@@ -417,7 +418,7 @@ class Finetune:
 
     def _generate_text(self, model: Any, prompt: str) -> str:
         """Return a prompt and its most likely continuation."""
-        tokenizer = _tokenizer_of(Path(model.name_or_path))
+        tokenizer = _load_tokenizer(Path(model.name_or_path))
         tokens = tokenizer(prompt, return_tensors="pt").to(next(model.parameters()).device)
         length = tokens["input_ids"].shape[1]
         limit = getattr(model.config, "max_position_embeddings", None) or 2**31
@@ -440,7 +441,7 @@ class Finetune:
     ) -> Any:
         """Return a table of texts with their truth, the answer and its probability.
 
-        For causal_lm, of three prompts with the text that follows and the answer.
+        For causal_lm it has three prompts, each with the text that follows and the answer.
         """
         from rich.table import Table
         from rich.text import Text
@@ -469,7 +470,7 @@ class Finetune:
         return table
 
     def _prompt(self, sample: dict[str, Any]) -> tuple[str, str]:
-        """Return a prompt and the text after it: without prompt_column, the first four words."""
+        """Return a prompt and its text; without prompt_column, a prompt of the first four words."""
         if self.prompt_column:
             return sample["prompt"], sample["text"]
         words = sample["text"].split(" ")
@@ -480,7 +481,7 @@ class Finetune:
     ) -> tuple[str, dict[str, Tensor]] | None:
         """Write the model or its adapter, with the tokenizer, as from_pretrained loads them."""
         if folder is None:
-            return self._exported(model, tensors)
+            return self._tensors_to_export(model, tensors)
         if self.lora_rank and self.merge_adapter:
             # a copy, since training may continue
             self._save_pretrained(copy.deepcopy(model).cpu().merge_and_unload(), folder)
@@ -491,12 +492,15 @@ class Finetune:
             path.unlink()
         return None
 
-    def _exported(
+    def _tensors_to_export(
         self, model: Any, tensors: dict[str, Tensor]
     ) -> tuple[str, dict[str, Tensor]] | None:
-        """Return the tensors of the model or of its adapter; None to merge one, which takes all."""
+        """Return the tensors of the model or of its adapter; None if the adapter is merged.
+
+        Merging needs the whole model.
+        """
         if not self.lora_rank:
-            # of a tied weight the first name, as save_pretrained writes it
+            # a tied weight has its first name, as in a file of save_pretrained
             first = {name for name, _ in (*model.named_parameters(), *model.named_buffers())}
             return "model", {name: tensors[name] for name in tensors if name in first}
         if self.merge_adapter:
@@ -513,12 +517,12 @@ class Finetune:
             base = source.absolute() if source.is_dir() else self.model
             base = self._model_folder() if self.model == "minilm" else base
             model.peft_config["default"].base_model_name_or_path = str(base)
-            # else peft looks up the vocabulary on the Hub
+            # otherwise peft looks up the vocabulary on the Hub
             settings["save_embedding_layers"] = False
         else:
             settings["max_shard_size"] = MAX_FILE_SIZE
         model.save_pretrained(folder, **settings)
-        _tokenizer_of(self._model_folder()).save_pretrained(folder)
+        _load_tokenizer(self._model_folder()).save_pretrained(folder)
 
     def load(self, data_info: dict[str, Any], folder: Path) -> nn.Module:
         """Return the model that export wrote."""
@@ -546,39 +550,42 @@ class TextDataset(torch.utils.data.Dataset):
         return len(self.rows)
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        """Return a dict with text and, by task, second and label, or prompt."""
+        """Return a dict with text and, depending on the task, second and label, or prompt."""
         row, recipe = self.rows[index], self.recipe
         columns = {"text": recipe.text_column, "prompt": recipe.prompt_column}
         columns["second"] = recipe.second_text_column
         sample = {name: row[column] for name, column in columns.items() if column}
         if recipe.task == "classification":
-            class_name = _class_of(self.rows, recipe.label_column, row)
+            class_name = _row_class(self.rows, recipe.label_column, row)
             sample["label"] = self.class_numbers[class_name]
         return sample
 
 
 def _without_cache(model: Any) -> dict[str, bool]:
-    """Turn off the cache of keys and values: recomputed activations would enter it twice."""
+    """Return the argument that turns off the cache of keys and values, if the model takes it.
+
+    With activation checkpointing, keys and values would enter the cache twice.
+    """
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
     has_cache = "use_cache" in inspect.signature(type(base).forward).parameters
     return {"use_cache": False} if has_cache else {}
 
 
-def text_of(argument: str) -> str:
+def read_if_file(argument: str) -> str:
     """Return the content of a file if the argument is the path of one, else the argument."""
     if not os.path.isfile(argument):
         return argument
     return Path(argument).read_text(encoding="utf-8", errors="replace")
 
 
-def _padded(rows: list[list[int]], value: int) -> Tensor:
-    """Return rows of different lengths as one tensor (B, T), padded on the right with value."""
+def _pad(rows: list[list[int]], value: int) -> Tensor:
+    """Return rows of different lengths as one tensor (B, T), padded on the right with a value."""
     length = max(map(len, rows))
     return torch.tensor([row + [value] * (length - len(row)) for row in rows])
 
 
 def _reset_head(model: Any, new: set[str]) -> set[str]:
-    """Initialize the head, trained for other classes, again; return its parameters' names."""
+    """Reinitialize a head that was trained for other classes; return its parameters' names."""
     children = dict(model.named_children())
     if model.base_model_prefix not in children:
         return set()
@@ -593,8 +600,8 @@ def _reset_head(model: Any, new: set[str]) -> set[str]:
     return head
 
 
-def _outermost(parameters: set[str]) -> list[str]:
-    """Return the outermost modules of some parameters, without those that peft saves by itself."""
+def _outermost_modules(parameters: set[str]) -> list[str]:
+    """Return the outermost modules of the parameters, except those that peft saves by itself."""
     modules = {name.rpartition(".")[0] for name in parameters}
     inside = {*modules, "classifier", "score"}
     return sorted(
@@ -604,7 +611,7 @@ def _outermost(parameters: set[str]) -> list[str]:
     )
 
 
-def _class_of(rows: Any, column: str, row: dict[str, Any]) -> str:
+def _row_class(rows: Any, column: str, row: dict[str, Any]) -> str:
     """Return the class of a row: its name if the dataset has class names, else its value."""
     names = _class_names(rows, column)
     return names[row[column]] if names else str(row[column])
@@ -624,7 +631,7 @@ def _split(rows: Any, fraction: float) -> tuple[Any, Any]:
 
 @lru_cache
 def _snapshot(name: str, may_download: bool) -> Path:
-    """Return the folder of a Hub model from the cache, or download it: safetensors, no code."""
+    """Return the folder of a Hub model: cached, or downloaded (safetensors and no code)."""
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import LocalEntryNotFoundError
 
@@ -661,7 +668,7 @@ def _has_weights(folder: Path) -> bool:
 
 
 @lru_cache
-def _tokenizer_of(folder: Path) -> Any:
+def _load_tokenizer(folder: Path) -> Any:
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
@@ -673,7 +680,7 @@ def _tokenizer_of(folder: Path) -> Any:
 
 @lru_cache
 def standard_library() -> list[dict[str, str]]:
-    """Return the first paragraphs of docstrings, each with its module as label, and a prompt."""
+    """Return the first paragraph of each docstring, with its module as label, and a prompt."""
     root = Path(sysconfig.get_path("stdlib"))
     rows: dict[str, dict[str, str]] = {}
     for module in MODULES:

@@ -11,7 +11,7 @@
 # ///
 """Image classification: a small ResNet, or any torchvision model, on any labeled images.
 
-Data:  digits (handwritten digits included in scikit-learn, no download), cifar10, folder
+Data:  digits (handwritten digits that scikit-learn includes, no download), cifar10, folder
        (torchvision's ImageFolder: <data_path>/train/<class>/*.png and <data_path>/validation/...),
        parquet (<data_path>/train*.parquet and validation*.parquet), or the name or local path of a
        Hugging Face dataset: --recipe.data
@@ -30,7 +30,7 @@ from torch.nn import functional as F
 
 # B: images in a micro-batch, C: channels, H, W: height and width, K: classes
 
-MEAN, STD = [0.485, 0.456, 0.406], [0.229, 0.224, 0.225]  # of ImageNet's images, by channel
+MEAN, STD = [0.485, 0.456, 0.406], [0.229, 0.224, 0.225]  # of ImageNet, per channel
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,28 +42,28 @@ class ImageClassification:
     data: str = "digits"
     """digits, cifar10, folder, parquet, or the name or path of a Hugging Face dataset."""
     data_path: str = field(default="data", metadata={"changes_curve": False})
-    """folder, parquet: the data's folder; cifar10: the download folder."""
+    """folder, parquet: the folder of the data; cifar10: the download folder."""
     train_split: str = "train"
     """folder, parquet, Hugging Face dataset: subfolder, file prefix or split to train on."""
     validation_split: str = "validation"
-    """The same for validation."""
+    """The same, for validation."""
     image_column: str = "image"
     """parquet, Hugging Face dataset: the column that holds the images."""
     label_column: str = "label"
-    """parquet, Hugging Face dataset: the column that holds the classes, names or numbers."""
+    """parquet, Hugging Face dataset: the column that holds the classes, as names or numbers."""
     image_size: int = 8
     """Height and width after resizing and cropping, in pixels."""
     augmentation: Literal["none", "shift", "shift_flip", "resized_crop_flip"] = "shift"
-    """shift: pad by 1/8 and crop at random; resized_crop_flip: the usual one for ImageNet."""
+    """shift: pad by 1/8 and crop at random; resized_crop_flip: as usual for ImageNet."""
     label_smoothing: float = 0.0
     width: int = 32
-    """mini_resnet: channels of the first of the three stages; each next stage has twice as many."""
+    """mini_resnet: channels of the first of three stages; each next stage has twice as many."""
     blocks: int = 1
     """mini_resnet: residual blocks per stage."""
 
     # ---- data -----------------------------------------------------------------------------------
     def prepare_data(self) -> dict[str, Any]:
-        """Download CIFAR-10 if it is chosen, and return the names of the classes."""
+        """Download CIFAR-10 if it is the data, and return the names of the classes."""
         if self.data == "cifar10":
             from torchvision.datasets import CIFAR10
 
@@ -87,7 +87,7 @@ class ImageClassification:
         return train, {"validation": validation}
 
     def _images(self, *, train: bool, classes: list[str] | None = None) -> "ImageDataset":
-        """Return the images of a split; `classes` are those of the training, once known."""
+        """Return the images of a split; `classes` are those of the training split, once known."""
         if self.data == "digits":
             return digits(train)
         if self.data in ("cifar10", "folder"):
@@ -127,13 +127,13 @@ class ImageClassification:
     ) -> tuple[dict[Any, int], list[str]]:
         """Return the label of each value in a column without class names, and the class names.
 
-        Numbers are the labels themselves; words are numbered in alphabetical order.
+        Numbers are labels as they are; words are numbered in alphabetical order.
         """
         for value in values:
             if not isinstance(value, str) and not (isinstance(value, int) and value >= 0):
                 raise ValueError(
-                    f"label_column {self.label_column} holds {value!r}; give each image a class, a"
-                    " word or a number from 0 up"
+                    f"label_column {self.label_column} contains {value!r}; the class of an image"
+                    " must be a word or a number from 0 up"
                 )
         is_word = isinstance(values[0], str)
         if classes is None:
@@ -143,8 +143,8 @@ class ImageClassification:
         }
         if unknown := [value for value in values if value not in labels]:
             raise ValueError(
-                f"label_column {self.label_column} of the validation data holds {unknown[0]}, but"
-                f" that of the training data only {', '.join(classes)}"
+                f"label_column {self.label_column} of the validation data contains {unknown[0]},"
+                f" but the training data has only {', '.join(classes)}"
             )
         return labels, classes
 
@@ -178,7 +178,7 @@ class ImageClassification:
 
     # ---- evaluation and inference ---------------------------------------------------------------
     def build_metrics(self) -> dict[str, Any]:
-        """Return the accuracy, a fraction, and the mean cross-entropy in nats."""
+        """Return the accuracy (a fraction) and the mean cross-entropy in nats."""
         from torchmetrics import MeanMetric
 
         return {"accuracy": MeanMetric(), "loss": MeanMetric()}
@@ -203,7 +203,7 @@ class ImageClassification:
     def predict_samples(
         self, model: nn.Module, data_info: dict[str, Any], samples: Any, folder: Path
     ) -> str:
-        """Write predictions.png: each picture with its truth, the answer and its probability."""
+        """Write predictions.png: each image with its truth, the answer and its probability."""
         classes, tiles, num_right = data_info["classes"], [], 0
         for image, label in samples:
             with torch.no_grad():
@@ -239,7 +239,7 @@ def _read_image(path: str) -> Tensor:
 
 
 def _picture(image: Tensor) -> Any:
-    """Return an image of a dataset, (3, H, W) and normalized, as an image of Pillow."""
+    """Return a normalized image of a dataset, (3, H, W), as a Pillow image."""
     from torchvision.transforms.v2.functional import to_pil_image
 
     mean, std = (torch.tensor(values)[:, None, None] for values in (MEAN, STD))
@@ -251,15 +251,15 @@ def contact_sheet(title: str, tiles: list[tuple[Any, list[str], bool]]) -> Any:
 
     Args:
         title: the first line of the sheet.
-        tiles: for each picture an image of Pillow, its lines, and whether the answer is right.
+        tiles: for each picture, a Pillow image, its lines, and whether the answer is right.
 
     Returns:
-        An image of Pillow.
+        A Pillow image.
     """
     from PIL import Image, ImageDraw, ImageFont, ImageOps
 
     side, gap, line, gray = 144, 20, 18, "#e8e8e8"  # pixels; gray shows where a picture ends
-    height = side + line * max(len(lines) for _, lines, _ in tiles) + gap  # of a row
+    height = side + line * max(len(lines) for _, lines, _ in tiles) + gap  # height of a row
     size = 4 * (side + gap) + gap, 3 * gap + -(-len(tiles) // 4) * height
     font = ImageFont.load_default(14)
     sheet = Image.new("RGB", size, gray)
@@ -288,7 +288,7 @@ def _read_row(
 
 
 class ImageDataset(torch.utils.data.Dataset):
-    """Images and labels from any source, transformed when they are read."""
+    """Images and labels from any source; an image is transformed when it is read."""
 
     def __init__(self, read: Any, length: int, classes: list[str]) -> None:
         self.read = read
@@ -306,7 +306,7 @@ class ImageDataset(torch.utils.data.Dataset):
 
 
 def digits(train: bool) -> ImageDataset:
-    """Return scikit-learn's 1,797 handwritten digits (8 x 8); every fifth one is for validation."""
+    """Return scikit-learn's 1,797 handwritten digits (8 x 8); every fifth is for validation."""
     from sklearn.datasets import load_digits
 
     data: Any = load_digits()
@@ -320,7 +320,7 @@ def digits(train: bool) -> ImageDataset:
 
 
 def image_transform(size: int, augmentation: str) -> Any:
-    """Return the transform from a PIL image or uint8 tensor to float32 (3, size, size)."""
+    """Return the transform from a Pillow image or uint8 tensor to float32 (3, size, size)."""
     from torchvision.transforms import v2
 
     crops: dict[str, list[nn.Module]] = {

@@ -12,15 +12,15 @@
 
 Data:  digits (synthetic scenes composed of scikit-learn's real handwritten digits, each scene from
        its own seed), or folder (<data_path>/train/images/*.png or *.jpg, and masks/<same name>.png
-       with a class number per pixel, 255 for pixels to ignore; <data_path>/validation/... the
-       same): --recipe.data
+       with a class number per pixel, 255 for pixels to ignore; the same in <data_path>/validation):
+       --recipe.data
 Model: mini_unet, or the name of a torchvision segmentation model (lraspp_mobilenet_v3_large, ...).
 Padding: images keep their sizes. A micro-batch is padded to its largest image; padded pixels are
        ignored by loss and metrics, but padding still changes the outputs near it. With
-       evaluation.batch_size 1 there is no padding beyond a multiple of 8.
+       evaluation.batch_size 1, images are padded only to a multiple of 8.
 Normalization: mini_unet uses GroupNorm, so training does not depend on the batch layout.
-       torchvision's models use BatchNorm: where a micro-batch holds few images, on several GPUs,
-       distributed.sync_batchnorm computes its statistics over all processes.
+       torchvision's models use BatchNorm: if a micro-batch has few images, and there are several
+       GPUs, distributed.sync_batchnorm computes its statistics over all processes.
 The default config, with its measured result and time, is configs/segmentation.yaml.
 """
 
@@ -36,7 +36,7 @@ from torch.nn import functional as F
 # B: images in a micro-batch, C: channels, H, W: height and width, K: classes
 
 IGNORE_INDEX = 255  # the label of pixels that loss and metrics ignore
-PALETTE = [  # the color of each class in masks and overlays; hues a golden ratio apart
+PALETTE = [  # the color of each class in masks and overlays; hues are a golden ratio apart
     (0, 0, 0),
     *(
         tuple(round(255 * part) for part in hsv_to_rgb(0.618 * k % 1, 0.55 + 0.45 * (k % 2), 1.0))
@@ -44,15 +44,15 @@ PALETTE = [  # the color of each class in masks and overlays; hues a golden rati
     ),
     (255, 255, 255),  # pixels to ignore
 ]
-GRAY = "#e8e8e8"  # around pictures, to show where they end
-SIZE_MULTIPLE = 8  # heights and widths are padded to it, since mini_unet halves them three times
+GRAY = "#e8e8e8"  # the background, which shows where a picture ends
+SIZE_MULTIPLE = 8  # sizes are padded to a multiple of it: mini_unet halves them three times
 
 
 @dataclass(frozen=True, kw_only=True)
 class Segmentation:
     """Classify every pixel; every field can be set from the command line."""
 
-    compares_samples = True  # padding to the largest image changes the outputs of the others
+    compares_samples = True  # padding to the largest image changes the outputs for the others
 
     model: str = "mini_unet"
     """mini_unet, or the name of a torchvision segmentation model."""
@@ -61,9 +61,9 @@ class Segmentation:
     data_path: str = field(default="data", metadata={"changes_curve": False})
     """folder: the folder with the data."""
     classes: tuple[str, ...] = ()
-    """folder: the names of classes 0, 1, ...; not used by digits."""
+    """folder: the names of classes 0, 1, ...; digits does not use it."""
     digits: int = 10
-    """digits: use the digits 0 up to this number, exclusive."""
+    """digits: use the digits from 0 up to this number, exclusive."""
     scenes: int = 800
     """digits: number of training scenes; validation has a quarter as many."""
     width: int = 16
@@ -160,10 +160,10 @@ class Segmentation:
     def predict(self, model: nn.Module, data_info: dict[str, Any], argument: str) -> str:
         """Write the predicted mask and an overlay beside an image file.
 
-        The mask's pixel values are the class numbers, and its palette their colors.
+        The mask's pixel values are the class numbers, and its palette has their colors.
 
         Returns:
-            The files, and the share of each class in the pixels.
+            The paths of the files, and the share of each class in the pixels.
         """
         classes, image = data_info["classes"], _read_image(argument).float() / 255
         predicted = self._mask(model, image)
@@ -192,19 +192,19 @@ class Segmentation:
     def predict_samples(
         self, model: nn.Module, data_info: dict[str, Any], samples: Any, folder: Path
     ) -> str:
-        """Write predictions.png: each picture with its true and its predicted mask laid over it."""
-        tiles, found, num_right, num_labeled = [], set(), 0, 0
+        """Write predictions.png: each image under its true mask and under its predicted mask."""
+        tiles, present, num_right, num_labeled = [], set(), 0, 0
         for image, label in samples:
-            image, label = image.cpu(), label.cpu()  # in an evaluation they are where the model is
+            image, label = image.cpu(), label.cpu()  # an evaluation has them on the model's device
             predicted = self._mask(model, image)
             is_labeled = label != IGNORE_INDEX
             right = int((predicted == label)[is_labeled].sum())
             num_right, num_labeled = num_right + right, num_labeled + int(is_labeled.sum())
-            found |= {*label.unique().tolist(), *predicted.unique().tolist()}
+            present |= {*label.unique().tolist(), *predicted.unique().tolist()}
             caption = f"{right / max(1, int(is_labeled.sum())):.1%} of pixels right"
             tiles.append((_overlay(image, label), _overlay(image, predicted), caption))
         title = f"{num_right / max(1, num_labeled):.1%} of the pixels of {len(tiles)} samples right"
-        sheet = contact_sheet(title, tiles, data_info["classes"], found)
+        sheet = contact_sheet(title, tiles, data_info["classes"], present)
         sheet.save(folder / "predictions.png")
         return title
 
@@ -231,34 +231,34 @@ def _read_image(path: str) -> Tensor:
 
 
 def _picture(image: Tensor) -> Any:
-    """Return an image, (3, H, W) from 0 to 1, as an image of Pillow."""
+    """Return an image, (3, H, W) from 0 to 1, as a Pillow image."""
     from torchvision.transforms.v2.functional import to_pil_image
 
     return to_pil_image((image.clamp(0, 1) * 255).round().to(torch.uint8))
 
 
 def _palette_image(mask: Tensor) -> Any:
-    """Return a mask (H, W) as an image of Pillow that holds class numbers and their colors."""
+    """Return a mask (H, W) as a Pillow image of class numbers, with their colors as palette."""
     from torchvision.transforms.v2.functional import to_pil_image
 
     image = to_pil_image(mask.to(torch.uint8)[None])
-    image.putpalette([part for color in PALETTE for part in color])  # now of mode P
+    image.putpalette([part for color in PALETTE for part in color])  # changes the mode to P
     return image
 
 
 def _overlay(image: Tensor, mask: Tensor) -> Any:
-    """Return an image (3, H, W) under the half transparent colors of a mask (H, W)."""
+    """Return an image (3, H, W) under the half-transparent colors of a mask (H, W)."""
     from PIL import Image
 
     return Image.blend(_picture(image), _palette_image(mask).convert("RGB"), 0.5)
 
 
-def legend(classes: list[str], found: set[int], width: int) -> Any:
-    """Draw the colors and the names of the classes that were found, in lines of this width."""
+def legend(classes: list[str], present: set[int], width: int) -> Any:
+    """Draw the colors and names of the classes that are present, in lines of this width."""
     from PIL import Image, ImageDraw, ImageFont
 
     font, x, y, places = ImageFont.load_default(14), 0, 4, {}
-    for k in sorted(found - {IGNORE_INDEX}):
+    for k in sorted(present - {IGNORE_INDEX}):
         length = round(font.getlength(classes[k])) + 40
         if x + length > width and x:
             x, y = 0, y + 24
@@ -272,12 +272,12 @@ def legend(classes: list[str], found: set[int], width: int) -> Any:
     return image
 
 
-def with_legend(picture: Any, classes: list[str], found: set[int]) -> Any:
+def with_legend(picture: Any, classes: list[str], present: set[int]) -> Any:
     """Return a picture, enlarged if it is small, above the legend."""
     from PIL import Image, ImageOps
 
     picture = ImageOps.scale(picture, max(1, 256 // max(picture.size)), Image.Resampling.NEAREST)
-    below = legend(classes, found, max(picture.width, 256))
+    below = legend(classes, present, max(picture.width, 256))
     both = Image.new("RGB", (below.width, picture.height + below.height), GRAY)
     both.paste(picture)
     both.paste(below, (0, picture.height))
@@ -285,24 +285,24 @@ def with_legend(picture: Any, classes: list[str], found: set[int]) -> Any:
 
 
 def contact_sheet(
-    title: str, tiles: list[tuple[Any, Any, str]], classes: list[str], found: set[int]
+    title: str, tiles: list[tuple[Any, Any, str]], classes: list[str], present: set[int]
 ) -> Any:
     """Draw true and predicted overlays side by side, in rows of 4, below the legend.
 
     Args:
         title: the first line of the sheet.
-        tiles: the two overlays, images of Pillow, and a line.
+        tiles: for each image, two overlays (Pillow images) and a caption.
         classes: the names of all classes.
-        found: the classes in any of the masks, for the legend.
+        present: the classes in any of the masks, for the legend.
 
     Returns:
-        An image of Pillow.
+        A Pillow image.
     """
     from PIL import Image, ImageDraw, ImageFont, ImageOps
 
     side, gap, line = 128, 20, 18  # pixels
-    width, height = 2 * side + 4 + gap, side + 2 * line + gap  # of a tile
-    colors = legend(classes, found, 4 * width - gap)
+    width, height = 2 * side + 4 + gap, side + 2 * line + gap  # size of a tile
+    colors = legend(classes, present, 4 * width - gap)
     top = 3 * gap + colors.height
     sheet = Image.new("RGB", (4 * width + gap, top + -(-len(tiles) // 4) * height), GRAY)
     sheet.paste(colors, (gap, 2 * gap))
@@ -323,7 +323,7 @@ def contact_sheet(
 
 # ---- datasets -----------------------------------------------------------------------------------
 class DigitScenes(torch.utils.data.Dataset):
-    """Scenes of 3 to 6 handwritten digits, of varying size; a scene depends on its index only."""
+    """Scenes of 3 to 6 handwritten digits, of varying size; a scene depends only on its index."""
 
     def __init__(self, length: int, digits: int, *, first: int) -> None:
         from sklearn.datasets import load_digits

@@ -249,9 +249,7 @@ def test_an_edited_module_of_the_loop_is_kept_until_both_sides_change(tmp_path: 
     loader.write_text("# an older version, with something of mine\n")
     shown = refused("causal_lm", package)
     assert "exist and differ: your_package/training/loading/loader.py;" in shown
-    assert "brought up to date: your_package/training/optim.py\n" in copied(
-        "causal_lm", package, "--keep"
-    )
+    assert "updated: your_package/training/optim.py\n" in copied("causal_lm", package, "--keep")
     assert "of mine" in loader.read_text()
     assert "0 file(s) written" in copied("causal_lm", package)
 
@@ -296,7 +294,7 @@ def test_nothing_is_written_through_a_link(tmp_path: Path):
 @pytest.mark.parametrize(
     ("recipe", "folder", "sentence"),
     [
-        ("cats", "your_package", "there is no recipe cats; there are causal_lm, "),
+        ("cats", "your_package", "there is no recipe cats; the recipes are causal_lm, "),
         ("causal_lm", "nowhere", "nowhere is not a folder"),
         ("causal_lm", "my-things", "my-things cannot be imported as a package"),
         ("causal_lm", "", "their-repo is a repository (.git); give the folder of its package"),
@@ -330,5 +328,5 @@ def test_a_generated_project_takes_another_recipe(tmp_path: Path, template: Path
     for file in (package / "recipe.py", project / "configs/causal_lm.yaml"):
         file.write_text(file.read_text() + "# mine\n")
     shown = copied("causal_lm", package)
-    assert "recipe.py there is of another version" in shown
+    assert "its recipe.py is of another version" in shown
     assert "kept, since they are yours: configs/causal_lm.yaml\n" in shown

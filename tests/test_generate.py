@@ -388,7 +388,7 @@ def test_a_bad_typed_answer_ends_before_the_next_question(template: Path, desk: 
     typing = [sys.executable, "-m", "cookiecutter", template]
     refused = desk.run(*typing, typed="Torch\n\n")
     assert refused.returncode == 1
-    assert "Which name does its Python package have?" not in refused.stdout
+    assert "What is its Python package called?" not in refused.stdout
     assert list(desk.folder.iterdir()) == []
     desk.succeed(*typing, typed="Leaf Scanner\n\nleafscan\n\n\nmit\n2\n7\n2\n3\n2\n")
     assert (desk.folder / "leaf-scanner/configs/causal_lm.yaml").is_file()

@@ -189,7 +189,7 @@ def test_slurm_queues_a_stopped_job_again_until_it_has_the_right_weights(hosts, 
 
 def test_slurm_requeues_a_failed_job_that_gains_never_a_wrong_setting(hosts, slurm):
     """A process that is killed is started again in place; an exception ends the job."""
-    assert "error: this is no Slurm job" in slurm.call("bash", "launch/slurm.sbatch")
+    assert "error: this is not a Slurm job" in slurm.call("bash", "launch/slurm.sbatch")
     job = submit(slurm, *STOPS_AT, *FAILS, "--checkpoints.every_steps", "2")
     hosts.wait_for(lambda: hosts.steps() >= 3)
     os.kill(hosts.workers(1)[0], signal.SIGKILL)

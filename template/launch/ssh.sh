@@ -1,19 +1,19 @@
 #!/usr/bin/env bash
-# All nodes of a host list, over ssh, from any machine that reaches them:
+# Train on all nodes of a host list over ssh, from any machine that reaches them:
 #   launch/ssh.sh hosts.txt --config configs/image_classification.yaml
-# hosts.txt has a node per line, the main node first, with its number of processes: gpu-a slots=8
+# hosts.txt has one node per line, main node first, with its number of processes: gpu-a slots=8
 # Put --preflight after hosts.txt to check the cluster before training.
 #
 # Every node must have this folder and this Python under the same paths, and ssh without a password.
-# Each line of output begins with its host. Ctrl-C, or the first node that fails, stops all nodes: each
-# holds a connection to this script, and saves and exits when the connection ends for any reason.
-# Exit codes: 0 finished; 75 preempted; 2 if a node had an error that a retry would repeat; otherwise the
-# exit code of the first node that failed.
+# Each line of output begins with its host. Ctrl-C, or the first node that fails, stops all nodes:
+# each has a connection to this script, and saves and exits when the connection ends for any reason.
+# Exit codes: 0 finished; 75 preempted; 2 if a node had an error that a retry would repeat;
+# otherwise the exit code of the first node that failed.
 #
 # Environment variables: WHERE, a name in accelerate_configs/ (default multi_node); PORT of the main
 # node (29500); ADDRESS of the main node, if it is not its name in the list; SSH, the command (ssh).
-# With MIN_MACHINES=3 the run goes on while three nodes or more are there: one that cannot be reached
-# any more, or whose launcher was killed, is tried again every 10 s, and joins when it is back.
+# With MIN_MACHINES=3 the run continues while three or more nodes are up: one that can no longer be
+# reached, or whose launcher was killed, is tried again every 10 s, and joins when it is back.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 if ! python=$(command -v python); then
@@ -30,8 +30,8 @@ hosts=() slots=""
 while read -r name count; do
     slots=${slots:-$count}
     if [[ ! $count =~ ^slots=[1-9][0-9]*$ || $count != "$slots" ]]; then
-        echo "error: $1 has the line '$name $count'; write a node per line as: gpu-a slots=8, with the" \
-            "same number of processes for all" >&2
+        echo "error: $1 has the line '$name $count'; write one node per line, such as" \
+            "gpu-a slots=8, with the same number of processes for all" >&2
         exit 2
     fi
     if [[ " ${hosts[*]-} " == *" $name "* ]]; then
@@ -51,7 +51,7 @@ quoted() {
 }
 
 # The nodes read from a pipe to which nothing is written. When this script closes the pipe or ends,
-# by SIGKILL too, they read end of file, and a process beside each launcher tells it to stop.
+# even by SIGKILL, they read end of file, and a process beside each launcher tells it to stop.
 # shellcheck disable=SC2016 # the text in single quotes is expanded by the other host's bash
 node='source launch/network.sh; ({ cat; kill -TERM $$; } <&0 >/dev/null 2>&1 &); exec "$@" </dev/null'
 folder=$(mktemp -d)
@@ -78,7 +78,7 @@ for rank in "${!hosts[@]}"; do
             code=0
             "${ssh[@]}" "${hosts[rank]}" "$command" <"$folder/pipe" 2>&1 |
                 sed -u "s|^|${hosts[rank]}: |" || code=$?
-            # lost by ssh, killed, or cut off from node 0: the run goes on, and takes it back
+            # ssh lost the node, or it was killed or cut off from node 0: it may join the run again
             [ -n "${MIN_MACHINES:-}" ] && [ "$rank" -gt 0 ] && [[ " 0 2 75 " != *" $code "* ]] || break
             sleep 10
             if [ -e "$folder/code.0" ]; then # the run has ended without this node

@@ -10,20 +10,20 @@ TESTS = Path(__file__).parent
 
 
 def pytest_configure(config):
-    """Use the CPU, also where there are GPUs, unless they are asked for: pytest -m gpu."""
+    """Use the CPU, even if there are GPUs, except with pytest -m gpu."""
     os.environ["PYTHONPATH"] = os.pathsep.join([str(TESTS.parent / "src"), str(TESTS)])
     os.environ["OMP_NUM_THREADS"] = "1"
     if config.option.markexpr != "gpu":
         os.environ["CUDA_VISIBLE_DEVICES"] = "-1"
-    # as at Ctrl-C: tests end the processes that they have started
+    # as with Ctrl-C, so that tests end the processes that they have started
     signal.signal(signal.SIGTERM, signal.default_int_handler)
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores it
-    gc.disable()  # until all is imported
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # shells' background jobs ignore it
+    gc.disable()  # until all modules are imported
 
 
 def pytest_collection_finish():
-    """Look no more at what imports made: each run here begins with a full collection."""
+    """Exclude what imports created from collections: each run here begins with a full one."""
     gc.freeze()
-    atexit.register(gc.unfreeze)  # C++ modules report what is left at the end as leaked
-    gc.unfreeze = lambda: None  # a run ends with it: the next would look at the imports again
+    atexit.register(gc.unfreeze)  # C++ modules report objects that are left at the end as leaked
+    gc.unfreeze = lambda: None  # a run ends with unfreeze: the next would scan the imports again
     gc.enable()

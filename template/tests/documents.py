@@ -1,4 +1,4 @@
-"""The commands and the code in the documents, for tests that run them as they stand."""
+"""The commands and the code in the documents, for tests that run them unchanged."""
 
 import io
 import os
@@ -27,13 +27,13 @@ SHORT = """--epochs null --steps 2 --evaluation.every_steps null --telemetry.tra
 
 
 def text_of(document: str, heading: str = "") -> str:
-    """Return a document, or what stands below a heading, up to the next of its level."""
+    """Return a document, or the text from a heading to the next one of its level."""
     text = (PROJECT / document).read_text(encoding="utf-8")
     if not heading:
         return text
     kept, is_code = [], False
     for line in text.split(f"\n{heading}\n", 1)[1].splitlines(keepends=True):
-        is_code ^= line.startswith("```")  # a comment there is no heading
+        is_code ^= line.startswith("```")  # a comment in code is not a heading
         marks = line.partition(" ")[0]
         if not is_code and marks in ("#", "##", "###") and heading.startswith(marks):
             break
@@ -47,7 +47,7 @@ def blocks(text: str, language: str) -> list[str]:
 
 
 def commands(text: str) -> list[str]:
-    """List the commands, one a line: those of several lines are joined."""
+    """List the commands; a command of several lines is joined to one line."""
     joined = (re.sub(r"\\\n\s*", "", block) for block in blocks(text, "bash"))
     return [line for block in joined for line in block.strip().splitlines()]
 
@@ -60,11 +60,11 @@ def card(path: Path) -> str:
 
 
 def train_as_typed(command: str, more: str = "") -> Any:
-    """Run `python -m my_project train ...` here, which is faster, and return its config.
+    """Run `python -m my_project train ...` in this process, which is faster; return its config.
 
     Args:
-        command: as a document has it; its paths are those of the current folder.
-        more: settings that make it short.
+        command: a command of a document; its paths are relative to the current folder.
+        more: settings that shorten the run.
     """
     from runs import train
 
@@ -79,7 +79,7 @@ def train_as_typed(command: str, more: str = "") -> Any:
 
 
 def train_config_of(recipe: str, folder: Path, **settings: Any) -> list[float]:
-    """Train a recipe's config, shortened by some settings, and return its losses."""
+    """Train a recipe's config, shortened by the given settings, and return its losses."""
     from runs import change, train, values
 
     from my_project.settings import parse
@@ -93,17 +93,17 @@ def train_config_of(recipe: str, folder: Path, **settings: Any) -> list[float]:
 
 
 def predict_as_typed(command: str) -> str:
-    """Run `python -m my_project predict ...` here, and return what it prints."""
-    of_weights = pytest.importorskip("my_project.commands")
+    """Run `python -m my_project predict ...` in this process, and return what it prints."""
+    weight_commands = pytest.importorskip("my_project.commands")
     words = shlex.split(command)
     assert words[:4] == ["python", "-m", "my_project", "predict"], command
     with redirect_stdout(io.StringIO()) as printed:
-        of_weights.print_prediction(of_weights.parse_predict(words[4:]))
+        weight_commands.print_prediction(weight_commands.parse_predict(words[4:]))
     return printed.getvalue()
 
 
 def train_on_own_data(recipe: str, folder: Path) -> dict[str, Any]:
-    """Run all commands of a recipe's paragraph on your own data, for 2 steps; configs by name."""
+    """Run a recipe's commands on the user's own data, 2 steps each; return configs by run name."""
     (folder / "configs").symlink_to(PROJECT / "configs")
     section = text_of("docs/your-own-recipe.md", f"### {recipe}")
     configs = [train_as_typed(command, SHORT) for command in commands(section)]
@@ -114,9 +114,9 @@ def run_as_typed(command: str, folder: Path, **environment: str) -> subprocess.C
     """Run a command as a user does in a project.
 
     Args:
-        command: as a document has it.
-        folder: the project's.
-        environment: more variables.
+        command: a command of a document.
+        folder: the folder of the project.
+        environment: additional variables.
     """
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
     return subprocess.run(

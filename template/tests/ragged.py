@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 # B: samples in a micro-batch, T: positions in a sample, of which the first `length` have a target
-QUIET = {"changes_curve": False}  # a run that met a fault may go on without it
+QUIET = {"changes_curve": False}  # a run that met a fault may continue without it
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,14 +20,14 @@ class Ragged:
     validation_samples: int = 23
     dtype: str = "float32"
     dropout: float = 0.0
-    noise: float = 0.0  # standard deviation, from random numbers used when a sample is read
+    noise: float = 0.0  # standard deviation of random numbers that are drawn when a sample is read
     explode_at: tuple[int, ...] = ()  # steps whose loss is not finite
     empty_at: tuple[int, ...] = ()  # steps with num_items 0
-    fault: str = field(default="", metadata=QUIET)  # one of those of strike(), or nan
-    fault_in: str = field(default="loss", metadata=QUIET)  # method
-    fault_at: int = field(default=-1, metadata=QUIET)  # step, for the methods that are told it
+    fault: str = field(default="", metadata=QUIET)  # a fault that strike() knows, or nan
+    fault_in: str = field(default="loss", metadata=QUIET)  # the method that meets the fault
+    fault_at: int = field(default=-1, metadata=QUIET)  # its step, for methods that get the step
     fault_on_rank: int = field(default=1, metadata=QUIET)
-    bad_sample: int = -1  # index of a sample that cannot be read, or in which a fault is met
+    bad_sample: int = -1  # index of a sample that cannot be read, or that meets the fault
     seconds: float = 0.0  # added to the time of each micro-batch
     slow_rank: int = -1  # the only rank whose micro-batches take longer; -1: all
     unused_parameter: bool = False
@@ -39,7 +39,7 @@ class Ragged:
         return is_here and step in (None, self.fault_at)
 
     def strike(self, method: str, step: int | None = None) -> None:
-        """Meet the fault, if it is here."""
+        """Cause the fault, if this is its place."""
         if self.meets_fault(method, step):
             strike(self.fault)
 
@@ -103,19 +103,19 @@ class Ragged:
 
 @dataclass(frozen=True, kw_only=True)
 class Noting(Ragged):
-    """Records scalars of the training, of which one is 2 by definition."""
+    """Records scalars of the training; one of them is 2 by definition."""
 
-    misnames: str = ""  # whom the name of a scalar tells apart: steps, ranks, or "loss" itself
+    misnames: str = ""  # the name of a scalar differs between "steps" or "ranks", or is "loss"
 
     def loss(self, model: nn.Module, batch: dict[str, Tensor], step: int) -> Any:
         loss_sum, num_items = super().loss(model, batch, step)
-        told = {"steps": f"at {step}", "ranks": f"of {os.environ.get('RANK')}", "loss": "loss"}
-        name = told.get(self.misnames, "root")
+        names = {"steps": f"at {step}", "ranks": f"of {os.environ.get('RANK')}", "loss": "loss"}
+        name = names.get(self.misnames, "root")
         return loss_sum, num_items, {name: loss_sum.sqrt(), "twice": 2 * num_items.item()}
 
 
 class Block(nn.Module):
-    """A block for FSDP to gather, with a buffer that checkpoints hold and one that they lack."""
+    """A block that FSDP gathers, with one buffer that checkpoints contain and one they do not."""
 
     gain: Tensor
     shift: Tensor
@@ -133,7 +133,7 @@ class Block(nn.Module):
 
 
 class Tower(nn.Module):
-    """Blocks between an input and an output that share a weight, and a part that is frozen."""
+    """Blocks between an input and an output layer that share a weight, and a frozen layer."""
 
     def __init__(self, features: int, width: int, blocks: int, draws: bool = False) -> None:
         super().__init__()
@@ -152,11 +152,11 @@ class Tower(nn.Module):
 
 @dataclass(frozen=True, kw_only=True)
 class Deep(Ragged):
-    """The same samples for a model of blocks."""
+    """The samples of Ragged, for a model of blocks."""
 
     width: int = 8
     blocks: int = 2
-    draws: bool = False  # random numbers for buffers that checkpoints lack
+    draws: bool = False  # draw the buffers that checkpoints do not contain
 
     def build_model(self, data_info: dict[str, Any]) -> nn.Module:
         model = Tower(data_info["features"], self.width, self.blocks, self.draws)

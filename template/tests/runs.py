@@ -1,4 +1,4 @@
-"""Configs for tests, and what a run left behind."""
+"""Configs for tests, and readers of what a run leaves behind."""
 
 import dataclasses
 import json
@@ -10,25 +10,25 @@ from ragged import Ragged
 
 from my_project.config import BatchesConfig, Config, OptimConfig, TelemetryConfig
 
-EXPORTED = {  # beside the weights
+EXPORTED = {  # the files of an export, besides the weights
     *("config.yaml", "data_info.json", "step.json"),
     "README.md",  # model_card
 }
 
 
 def quick(count: int, cases: Any) -> list[Any]:
-    """Mark all cases but the first as slow: they are further ones of the same kind."""
+    """Mark all cases after the first `count` as slow."""
     listed = [case if isinstance(case, tuple) else (case,) for case in cases]
     return [pytest.param(*c, marks=[pytest.mark.slow] * (i >= count)) for i, c in enumerate(listed)]
 
 
 def averaged(decay: float) -> dict[str, Any]:
-    """Return the setting of an EMA; none where its room was deleted."""
+    """Return the setting of an EMA, or none if its file was deleted."""
     return {"optim__ema_decay": decay} if hasattr(OptimConfig, "ema_decay") else {}
 
 
 def make_config(folder: Path, recipe: Ragged | None = None, **settings: Any) -> Config:
-    """Make the config of a short run; dotted settings such as optim__lr override."""
+    """Make the config of a short run; settings such as optim__lr override its values."""
     config = Config(
         recipe=recipe or Ragged(),
         batches=BatchesConfig(global_batch_size=16, micro_batch_size=4, workers=0),
@@ -46,7 +46,7 @@ def make_config(folder: Path, recipe: Ragged | None = None, **settings: Any) -> 
 
 
 def change(config: Any, **settings: Any) -> Any:
-    """Replace settings, nested ones written with two underscores."""
+    """Replace settings; a nested one is written with two underscores."""
     changed: dict[str, Any] = {}
     for name, value in settings.items():
         outer, _, inner = name.partition("__")
@@ -57,7 +57,7 @@ def change(config: Any, **settings: Any) -> Any:
 
 
 def records(config: Config, kind: str = "loss") -> list[dict[str, Any]]:
-    """Read metrics.jsonl: the records of steps, or with another kind those that have such a key."""
+    """Return the records in metrics.jsonl with a key: by default, those of steps."""
     lines = (config.folder / "metrics.jsonl").read_text().splitlines()
     return [record for record in map(json.loads, lines) if kind in record]
 
@@ -77,7 +77,7 @@ def weights(folder: Path) -> dict[str, Any]:
 def assert_same_weights(
     one: Config, other: Config, tolerance: float = 0.0, part: str = "export"
 ) -> None:
-    """Compare exported weights, or those of best/; to the bit without a tolerance."""
+    """Compare exported weights, or those of another part; to the bit without a tolerance."""
     import torch
 
     ours, theirs = weights(one.folder / part), weights(other.folder / part)
@@ -89,7 +89,7 @@ def status(config: Config) -> dict[str, Any]:
 
 
 def choose(run: Any) -> Path | None:
-    """Choose the checkpoint of a run to continue from, in this process alone."""
+    """Choose the checkpoint from which a run continues, in this process alone."""
     from accelerate import Accelerator
 
     from my_project.checkpoint import resuming
@@ -98,7 +98,7 @@ def choose(run: Any) -> Path | None:
 
 
 def train(config: Config) -> int:
-    """Run the real main, here."""
+    """Run the real main in this process."""
     from my_project.train import main
 
     return main(config)

@@ -1,4 +1,4 @@
-"""The commands on weights: evaluate, predict, export. They go with commands.py (AGENTS.md)."""
+"""The commands evaluate, predict, export. Delete this with commands.py (AGENTS.md)."""
 
 import argparse
 import json
@@ -36,7 +36,7 @@ def export(tmp_path_factory):
 
 
 def test_predict_answers_without_accelerate_data_or_network(export):
-    """In a process where accelerate, the network and the training data cannot be had."""
+    """In a process without accelerate, network and training data."""
     code = (
         "import socket, sys\n"
         "for name in ('accelerate', 'datasets', 'tensorboard'): sys.modules[name] = None\n"
@@ -69,7 +69,7 @@ def test_the_command_export_writes_the_weights_of_an_export(export, tmp_path, ca
 
 # ---- validation samples --------------------------------------------------------------------------
 class Shown(Ragged):
-    """With answers for samples: their indices, and a file."""
+    """Answers for samples with their indices, and with a file."""
 
     def predict_samples(self, model: Any, data_info: Any, samples: Any, folder: Path) -> str:
         assert not model.training
@@ -114,7 +114,7 @@ def test_an_input_that_cannot_be_read_is_one_sentence(shown, monkeypatch):
 def test_files_replace_a_strangers_link_and_avoid_a_read_only_folder(
     shown, tmp_path, monkeypatch, capsys
 ):
-    """Also if the export was given alone, without the run."""
+    """Even for an export that was handed on without its run."""
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     given = shutil.copytree(shown / "export", tmp_path / "given")
     (tmp_path / "mine").write_text("kept")
@@ -169,7 +169,7 @@ class Compiled(Ragged):
 
 
 def load_after_a_resume(config: Config) -> list[Any]:
-    """Train, resume, and return the weights of the model of the export."""
+    """Train, resume, and return the weights of the exported model."""
     train(change(config, steps=3))
     train(config)
     _, _, model = load(config.folder / "export", ["test_commands.Compiled"])
@@ -180,9 +180,9 @@ def test_a_recipe_may_compile_its_model_itself(tmp_path):
     config = make_config(tmp_path, Compiled(), steps=5)
     (loaded,) = run_world(1, load_after_a_resume, config)
     plain = Ragged().build_model({"features": 6}).state_dict().keys()
-    found = weights(config.folder / "export")
-    assert found.keys() == plain
-    assert loaded == [found[key].tolist() for key in plain]
+    exported = weights(config.folder / "export")
+    assert exported.keys() == plain
+    assert loaded == [exported[key].tolist() for key in plain]
 
 
 # ---- evaluate ---------------------------------------------------------------------------------
@@ -193,7 +193,7 @@ def evaluate(folder: Path, is_json: bool = True) -> None:
 
 
 def test_a_resume_and_the_command_evaluate_as_the_uninterrupted_run(tmp_path, capsys):
-    """With a loss that draws and whose terms follow the step, of averaged weights."""
+    """With averaged weights, and a loss that draws random numbers and depends on the step."""
     recipe = Variational(validation_samples=23, dtype="float64")
     settings = {"batches__global_batch_size": 8, "batches__micro_batch_size": 2, "steps": 6}
     settings |= {"evaluation__every_steps": 2, **averaged(0.9)}
@@ -201,7 +201,7 @@ def test_a_resume_and_the_command_evaluate_as_the_uninterrupted_run(tmp_path, ca
     assert run_world(1, train, alone) == [0]
     assert run_world(2, train, interrupted_at(resumed, 2)) == [75, 75]
     assert status(resumed)["step"] == 4
-    assert len(records(resumed, "validation/loss")) == 1, "that of step 4 is left to the next start"
+    assert len(records(resumed, "validation/loss")) == 1, "the next start does that of step 4"
     assert run_world(4, train, resumed) == [0] * 4
     wanted = values(alone, "validation/loss")
     assert len(wanted) == 3

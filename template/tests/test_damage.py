@@ -65,7 +65,7 @@ def refuse_to_train(self, model=None, batch=None, step=0) -> None:
     raise AssertionError("this trains a step")
 
 
-# ---- what only reports ---------------------------------------------------------------------------
+# ---- files that only report ----------------------------------------------------------------------
 @pytest.mark.parametrize("kind", KINDS)
 def test_damaged_reports_neither_stop_a_run_nor_train_it_again(copied, kind, monkeypatch):
     folder, exported = copied.folder, (copied.folder / "export/model.safetensors").read_bytes()
@@ -82,7 +82,7 @@ def test_damaged_reports_neither_stop_a_run_nor_train_it_again(copied, kind, mon
     for name in ("status.json", "run.json", "metrics.jsonl"):
         (folder / name).write_bytes(KINDS[kind])
     assert train(change(copied, steps=7)) == 0
-    assert steps(copied) == [7], "goes on at the last step"
+    assert steps(copied) == [7], "continues after the last step"
     assert status(copied)["outcome"] == "finished"
     if kind != "empty":
         assert (folder / "metrics.jsonl.damaged-1").read_bytes() == KINDS[kind]
@@ -109,7 +109,7 @@ def test_damaged_error_files_name_no_rank(copied):
     for kind in ("empty", "zeros", "not UTF-8"):
         name = f"20200101T000000_rank_00003_step_{len(kind):08d}.json"
         (copied.folder / "errors" / name).write_bytes(KINDS[kind])
-    assert [one.rank for one in read_errors(copied.folder, "abc")] == [1]
+    assert [error.rank for error in read_errors(copied.folder, "abc")] == [1]
 
 
 def test_a_run_that_began_at_a_path_goes_on_with_and_without_its_status(trained, tmp_path):
@@ -120,7 +120,7 @@ def test_a_run_that_began_at_a_path_goes_on_with_and_without_its_status(trained,
     (other.folder / "status.json").write_bytes(b"")
     assert train(change(other, steps=8)) == 0
     assert steps(other) == [5, 6, 7, 8]
-    assert not list(other.folder.glob("checkpoints/*.old-1")), "it did not begin there again"
+    assert not list(other.folder.glob("checkpoints/*.old-1")), "it did not begin again there"
 
 
 # ---- config.yaml ---------------------------------------------------------------------------------
@@ -146,7 +146,7 @@ def test_a_damaged_config_is_one_sentence(copied, kind):
 
 @pytest.mark.parametrize("kind", ["aliases of aliases", "nested"])
 def test_yaml_that_would_take_all_memory_is_refused_everywhere(tmp_path, kind):
-    # of what is nested, by the version of PyYAML
+    # the message on nesting depends on the version of PyYAML
     sentence = "has 90 aliases|maximum (nesting|recursion) depth|did not find expected node content"
     path = tmp_path / "config.yaml"
     path.write_bytes(CONFIGS[kind])
@@ -177,7 +177,7 @@ def test_a_linked_checkpoint_is_rotated_by_its_link_alone(copied, tmp_path):
     linked.symlink_to(elsewhere)
     resuming.remove(linked)
     assert sorted(os.listdir(linked.parent)) == ["step_00000004", "step_00000006"]
-    assert manifests.find_damage(elsewhere) == "", "what the link points to is not the run's"
+    assert manifests.find_damage(elsewhere) == "", "the run does not own the link's target"
 
 
 def make_folder(path: Path) -> None:
@@ -225,7 +225,7 @@ def test_a_runs_folder_that_cannot_be_is_one_sentence(tmp_path, monkeypatch, whe
 
 @contextmanager
 def small_disk(folder: Path, options: str = "size=512k") -> Iterator[None]:
-    """Mount a file system of its own at a folder."""
+    """Mount a small file system at a folder."""
     mount = ["mount", "-t", "tmpfs", "-o", options, "tmpfs", str(folder)]
     if subprocess.run(mount, capture_output=True, check=False).returncode:
         pytest.skip("needs root, to mount a tmpfs")

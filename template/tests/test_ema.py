@@ -1,4 +1,4 @@
-"""The average of the weights. The file goes with ema.py (AGENTS.md)."""
+"""The average of the weights. Delete this file together with ema.py (AGENTS.md)."""
 
 import torch
 from runs import change, make_config, train, weights

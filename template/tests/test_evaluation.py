@@ -1,4 +1,4 @@
-"""An evaluation loses no training: it is tried first, and the state is saved before it."""
+"""A failing evaluation loses no training: it is tried first, and the state is saved before it."""
 
 import random
 import time
@@ -18,11 +18,11 @@ from my_project.manifest import manifest_text, read_manifest
 from my_project.run_files import checkpoints
 from my_project.state import EVALUATION
 
-NEWEST = {"step": -1}  # of this process
+NEWEST = {"step": -1}  # the newest step of this process
 
 
 class Evaluated(Ragged):
-    """Meets its fault in the evaluation after some step."""
+    """Meets its fault in the evaluation after a given step."""
 
     def loss(self, model: Any, batch: Any, step: int) -> Any:
         NEWEST["step"] = step
@@ -35,7 +35,7 @@ class Evaluated(Ragged):
 
 
 def config_of(folder: Path, name: str, fault: str = "", after: int = 0, **settings: Any) -> Config:
-    """Make the config of a run that meets a fault in the evaluation after a step."""
+    """Make the config of a run that meets a fault in the evaluation after a given step."""
     NEWEST["step"] = -1
     recipe = Evaluated(
         dropout=0.2, noise=0.1,
@@ -53,7 +53,7 @@ def test_a_mistake_in_a_metric_ends_the_run_before_the_first_step(tmp_path):
 
 
 class Opened(torch.utils.data.Dataset):
-    """Reads from a file that it opens with its first sample."""
+    """Reads from a file that it opens when the first sample is read."""
 
     def __init__(self, data: Any, path: str) -> None:
         self.data, self.path, self.file = data, path, None
@@ -65,7 +65,7 @@ class Opened(torch.utils.data.Dataset):
         if self.file is None:
             self.file = open(self.path, "rb", buffering=0)  # noqa: SIM115
         self.file.seek(8 * index)
-        time.sleep(0.001)  # in which a process that shares the file may move it
+        time.sleep(0.001)  # meanwhile, a process that shares the file may move its position
         assert int.from_bytes(self.file.read(8), "big") == index
         return self.data[index]
 
@@ -89,7 +89,7 @@ def test_the_sanity_check_opens_no_file_that_loader_workers_would_share(tmp_path
 
 
 class SetByItsFirstBatch(torch.nn.Module):
-    """Takes parameters and a buffer from the first samples that it sees, as ActNorm does."""
+    """Sets its parameters and a buffer from the first samples that it sees, like ActNorm."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -193,7 +193,7 @@ def test_a_kill_between_record_and_checkpoint_leaves_one_record(tmp_path):
 
 @pytest.mark.parametrize(("fault_in", "fault_at"), [("evaluation", 5), ("loss", 7)])
 def test_a_learning_rate_that_follows_results_is_the_same_over_a_kill(tmp_path, fault_in, fault_at):
-    """Killed in the evaluation after which it is lowered, or in the step after that."""
+    """Killed in the evaluation that lowers it, or in the step after that."""
     settings: dict[str, Any] = {
         "steps": 12, "evaluation__every_steps": 2, "checkpoints__every_steps": 2,
         "evaluation__best_metric": "validation/accuracy",
@@ -226,7 +226,7 @@ def test_patience_sees_the_evaluation_that_a_kill_undid(tmp_path):
     assert [r["step"] for r in records(config)] == [5, 6], "the last interval ends with the run"
     (config.folder / "status.json").write_text('{"outcome": "running", "step": 6, "steps": 40}')
     assert run_world(1, train, config) == [0], "as if killed in its export"
-    assert status(config)["step"] == 6, "no step more is trained"
+    assert status(config)["step"] == 6, "no further step is trained"
     run = (config.folder / "run.json").read_text()
     assert run_world(1, train, config) == [0]
     assert (config.folder / "run.json").read_text() == run, "a finished run is shown, not begun"

@@ -1,4 +1,4 @@
-"""Promise 7: what is saved, loads, whatever wrapped the model, without accelerate."""
+"""Promise 7: saved weights load without accelerate, whatever wrapped the model."""
 
 import os
 from typing import Any
@@ -18,8 +18,8 @@ from my_project.run_folder import Run
 
 
 def train_compiled(config: Config) -> int:
-    """Train through torch.compile, as accelerate's dynamo settings ask for it."""
-    os.environ["ACCELERATE_DYNAMO_BACKEND"] = "AOT_EAGER"  # the whole path but no C++ compiler
+    """Train with torch.compile, as with accelerate's dynamo settings."""
+    os.environ["ACCELERATE_DYNAMO_BACKEND"] = "AOT_EAGER"  # the whole path without a C++ compiler
     return train(config)
 
 
@@ -36,12 +36,12 @@ def test_exports_have_the_plain_keys_whatever_wrapped_the_model(tmp_path, export
     for name, function in {"plain": train, "compiled": train_compiled}.items():
         config = make_config(tmp_path, Ragged(dropout=0.1), steps=3, run_name=name)
         run_world(1, function, config)
-        found = weights(config.folder / "export")
-        assert found.keys() == plain.state_dict().keys() == weights(export).keys()
-        plain.load_state_dict(found, strict=True)
+        exported = weights(config.folder / "export")
+        assert exported.keys() == plain.state_dict().keys() == weights(export).keys()
+        plain.load_state_dict(exported, strict=True)
         with safe_open(config.folder / "export/model.safetensors", "pt") as opened:
-            assert opened.metadata() == {"format": "pt"}, "as of save_pretrained"
-        for key, value in found.items():  # the same run, whatever wrapped it
+            assert opened.metadata() == {"format": "pt"}, "the same as save_pretrained writes"
+        for key, value in exported.items():  # the same run, whatever wrapped it
             torch.testing.assert_close(value, weights(export)[key], rtol=1e-4, atol=1e-5)
 
 

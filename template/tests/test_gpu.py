@@ -1,6 +1,6 @@
-"""What no CPU can show. Run with: make test-gpu.
+"""What only a GPU can show. Run with: make test-gpu.
 
-Several processes have a GPU each, and NCCL; where there is one GPU they share it, over gloo.
+Each of several processes has a GPU, and uses NCCL; if there are too few, all share one, over gloo.
 """
 
 import os
@@ -25,7 +25,7 @@ needs_two = pytest.mark.skipif(gpus < 2, reason="needs two GPUs")
 
 
 def on_gpus(processes: int, function: Callable, *arguments: Any) -> list[Any]:
-    """Run on one GPU each or, where there are fewer, all on the first one and over gloo."""
+    """Run each process on its GPU or, if there are too few, all on the first one, over gloo."""
     if gpus >= processes:
         return run_world(processes, function, *arguments)
     return run_world(processes, on_one_gpu, function, *arguments)
@@ -44,7 +44,7 @@ def on_one_gpu(function: Callable, *arguments: Any) -> Any:
 @pytest.mark.parametrize("precision", ["no", "bf16", "fp16"])
 @pytest.mark.parametrize("optimizer", ["AdamW", "SGD"])
 def test_one_gpu_trains_like_the_cpu(tmp_path, precision, optimizer, monkeypatch):
-    """Also where the first steps are skipped, as the scale of fp16 has them."""
+    """Even if the first steps are skipped, because of the loss scale of fp16."""
     settings = {"optim__class_path": f"torch.optim.{optimizer}", "optim__lr": 0.02, "tf32": False}
     if optimizer == "SGD":
         settings["optim__init_args"] = {"momentum": 0.9}
@@ -73,8 +73,8 @@ def test_fp16_overflow_is_skipped_and_the_scale_recovers(tmp_path):
     assert all(value.isfinite().all() for value in weights(config.folder / "export").values())
 
 
-class OfImages(Ragged):
-    """The samples as small images, for a convolution."""
+class Convolutional(Ragged):
+    """A convolution over the samples as small images."""
 
     def build_model(self, data_info: dict[str, Any]) -> nn.Module:
         convolution = nn.Conv2d(3, 3, 3, padding=1)
@@ -84,7 +84,7 @@ class OfImages(Ragged):
 
 @needs_one
 @pytest.mark.parametrize(
-    ("recipe", "channels_last"), [(Ragged(dropout=0.2), False), (OfImages(), True)]
+    ("recipe", "channels_last"), [(Ragged(dropout=0.2), False), (Convolutional(), True)]
 )
 def test_deterministic_resume_is_bit_identical(tmp_path, recipe, channels_last):
     settings = {"deterministic": True, "channels_last": channels_last}
@@ -98,7 +98,7 @@ def test_deterministic_resume_is_bit_identical(tmp_path, recipe, channels_last):
 
 @needs_one
 def test_a_killed_process_is_forked_again_and_ends_with_the_same_weights(tmp_path):
-    """The launcher that forks it has imported torch, and must not have touched the GPU."""
+    """The launcher that forks it has imported torch, but must not have initialized CUDA."""
     pytest.importorskip("my_project.launching.launch")
     from test_launch import launch, wait_for_steps, workers
 
@@ -123,7 +123,7 @@ def test_a_killed_process_is_forked_again_and_ends_with_the_same_weights(tmp_pat
 
 
 def train_compiled(config: Config, regional: bool) -> int:
-    """Train as an accelerate config with dynamo_config asks for it."""
+    """Train as with an accelerate config that has dynamo_config."""
     os.environ["ACCELERATE_DYNAMO_BACKEND"] = "INDUCTOR"
     os.environ["ACCELERATE_DYNAMO_USE_REGIONAL_COMPILATION"] = str(regional)
     return train(config)
@@ -166,7 +166,7 @@ def test_records_have_the_seconds_of_ranks_by_cuda_events_and_the_sensors(tmp_pa
 
 
 class Normalized(nn.Module):
-    """A batch norm over all but the last axis."""
+    """A batch norm over all axes but the last."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -176,7 +176,7 @@ class Normalized(nn.Module):
         return self.norm(x.flatten(0, -2)).view_as(x)
 
 
-class OfBatchNorm(Ragged):
+class BatchNormalized(Ragged):
     def build_model(self, data_info: dict[str, Any]) -> nn.Module:
         layers = (nn.Linear(data_info["features"], 8), Normalized(8), nn.Tanh(), nn.Linear(8, 1))
         return nn.Sequential(*layers)
@@ -184,9 +184,9 @@ class OfBatchNorm(Ragged):
 
 @needs_two
 def test_sync_batch_norm_sees_the_micro_batches_of_all_processes(tmp_path):
-    """2 processes with micro-batch 8 and SyncBN normalise like one with micro-batch 16."""
+    """2 processes with micro-batch 8 and SyncBN normalize like one with micro-batch 16."""
     one = make_config(
-        tmp_path, OfBatchNorm(), run_name="one", batches__micro_batch_size=16, tf32=False
+        tmp_path, BatchNormalized(), run_name="one", batches__micro_batch_size=16, tf32=False
     )
     run_world(1, train, one)
     two = change(one, run_name="two", batches__micro_batch_size=8, distributed__sync_batchnorm=True)
@@ -195,7 +195,7 @@ def test_sync_batch_norm_sees_the_micro_batches_of_all_processes(tmp_path):
 
 
 def train_sharded(config: Config) -> int:
-    """Train with FSDP2, as an accelerate config asks for it; one process has a group of its own."""
+    """Train with FSDP2, as with an accelerate config; a single process gets a group of one."""
     os.environ.update(
         ACCELERATE_USE_FSDP="true", FSDP_VERSION="2", FSDP_RESHARD_AFTER_FORWARD="true",
         FSDP_AUTO_WRAP_POLICY="TRANSFORMER_BASED_WRAP", FSDP_STATE_DICT_TYPE="SHARDED_STATE_DICT",

@@ -1,4 +1,4 @@
-"""Through the real launcher: what a user sees when all is well, and when it is not."""
+"""Through the real launcher: what a user sees when a run succeeds, and when it fails."""
 
 import json
 import os
@@ -39,7 +39,7 @@ def launch(
     launcher: str = "accelerate.commands.launch",
     where: str = "cpu_2_processes",
 ) -> Iterator[subprocess.Popen]:
-    """Start a run; at the end, every process of it must be gone."""
+    """Start a run; at the end, all its processes must be gone."""
     (folder / "tiny.yaml").write_text(CONFIG)
     mark = uuid.uuid4().hex
     config = ["--config_file", str(PROJECT / f"accelerate_configs/{where}.yaml")] * bool(where)
@@ -66,8 +66,8 @@ def launch(
 
 
 def processes_with(mark: str) -> list[int]:
-    found = (p.info for p in psutil.process_iter(["pid", "status", "environ"]))
-    marked = (p for p in found if (p["environ"] or {}).get("TEST_MARK") == mark)
+    infos = (p.info for p in psutil.process_iter(["pid", "status", "environ"]))
+    marked = (p for p in infos if (p["environ"] or {}).get("TEST_MARK") == mark)
     return [p["pid"] for p in marked if p["status"] != psutil.STATUS_ZOMBIE]
 
 
@@ -120,7 +120,7 @@ def test_an_exception_on_one_rank_ends_all_and_names_it(tmp_path):
     assert "[rank 1 on " in shown
     assert "ValueError: this rank was told to fail" in shown
     first = shown.split("Root Cause")[1]
-    assert "ValueError: this rank was told to fail" in first, "torchrun's block shows it"
+    assert "ValueError: this rank was told to fail" in first, "torchrun's error block shows it"
     assert re.search(r'ragged\.py", line \d+, in strike', first)
     left = outcome(tmp_path)
     assert left["outcome"] == "failed"
@@ -129,7 +129,7 @@ def test_an_exception_on_one_rank_ends_all_and_names_it(tmp_path):
 
 
 def wait_for_steps(folder: Path, steps: int, run: subprocess.Popen | None = None) -> None:
-    """Wait until a run has taken that many steps; fail if its process, if given, ends before."""
+    """Wait until a run has taken that many steps; fail if its process, if given, ends first."""
 
     def has_them_or_ended() -> bool:
         return steps_done(folder) >= steps or bool(run and run.poll() is not None)
@@ -138,14 +138,14 @@ def wait_for_steps(folder: Path, steps: int, run: subprocess.Popen | None = None
     assert steps_done(folder) >= steps
 
 
-# ---- told to stop, killed, stuck: through the real launcher --------------------------------------
+# ---- told to stop, killed: through the real launcher ---------------------------------------------
 LONG = ("--steps", "100000", "--telemetry.every_steps", "1", "--distributed.timeout_seconds", "4")
 
 
 def workers(launcher: int) -> dict[int, int]:
-    """Return the pid of each rank that my_project.launch has forked."""
-    found = (p.info for p in psutil.process_iter(["pid", "ppid", "name"]))
-    names = {p["name"]: p["pid"] for p in found if p["ppid"] == launcher}
+    """Return the process ID of each rank that my_project.launch has forked."""
+    infos = (p.info for p in psutil.process_iter(["pid", "ppid", "name"]))
+    names = {p["name"]: p["pid"] for p in infos if p["ppid"] == launcher}
     return {int(name[5:]): pid for name, pid in names.items() if name.startswith("rank ")}
 
 
@@ -190,7 +190,7 @@ def test_a_signal_saves_and_leaves_and_the_same_command_continues(tmp_path, monk
 
 @pytest.mark.slow
 def test_killed_twice_the_same_command_ends_with_the_same_weights(tmp_path):
-    """Launcher and workers at once, as when a node loses its power."""
+    """Launcher and workers are killed together, as when a node loses its power."""
     arguments = (
         "--steps", "300", "--checkpoints.every_steps", "3", "--telemetry.every_steps", "1",
         "--recipe.init_args.dropout", "0.2", "--recipe.init_args.seconds", "0.01",

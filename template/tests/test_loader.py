@@ -1,4 +1,4 @@
-"""The order of the samples, and what is drawn for each, depend on nothing but the seed."""
+"""The order of the samples, and the random draws for each, depend only on the seed."""
 
 import random
 from types import SimpleNamespace
@@ -17,7 +17,7 @@ from my_project.loading.seeding import derive_seed, keys_of
 
 
 class Drawing(torch.utils.data.Dataset):
-    """Samples that are drawn when they are read, from all three generators."""
+    """Samples are drawn when they are read, from all three generators."""
 
     def __len__(self) -> int:
         return 70
@@ -91,7 +91,7 @@ def test_a_start_at_any_step_yields_what_the_whole_run_yields_there():
 
 
 class DrawsLate(Drawing):
-    """Draws from some generators, but only for two samples, which are not read at first."""
+    """Draws from the given generators, but only for two samples, which are not read first."""
 
     def __init__(self, *generators: Any) -> None:
         self.generators = generators
@@ -108,18 +108,18 @@ class DrawsLate(Drawing):
 )
 def test_what_is_first_drawn_late_is_what_seeding_each_sample_gives(generators):
     wanted = batches(data=DrawsLate(*generators), seed_samples=True)
-    assert len(set(wanted[..., 1].flatten().tolist())) > 4, "of several epochs"
+    assert len(set(wanted[..., 1].flatten().tolist())) > 4, "draws of several epochs"
     assert not wanted[:4, :, 1].any(), "nothing is drawn in the first step"
-    for how in (
+    for split in (
         {}, {"workers": 2}, {"processes": 2}, {"processes": 4}, {"processes": 2, "workers": 1}
     ):  # fmt: skip
-        assert torch.equal(batches(data=DrawsLate(*generators), **how), wanted), how
+        assert torch.equal(batches(data=DrawsLate(*generators), **split), wanted), split
     resumed = batches(data=DrawsLate(*generators), steps=range(5, 10))
     assert torch.equal(resumed, wanted[20:])
 
 
 class WithSeeds(Drawing):
-    """Makes a generator of its own from the seed of the sample, so draws from none of ours."""
+    """Makes its own generator from the seed of the sample, and draws from no global one."""
 
     def __getitem__(self, index: int) -> torch.Tensor:
         seed = torch.initial_seed()
@@ -150,31 +150,31 @@ def test_the_seed_changes_order_and_draws():
     assert len(one) == 16
 
 
-class AtOnce(DrawsLate):
-    """Reads several samples at once, as datasets of Hugging Face do."""
+class BatchReader(DrawsLate):
+    """Reads several samples with one call, as Hugging Face datasets do."""
 
-    at_once = 0
+    batch_reads = 0
 
     def __getitems__(self, indices: list[int]) -> list[torch.Tensor]:
-        self.at_once += 1
+        self.batch_reads += 1
         return [self[index] for index in indices]
 
 
 def test_a_whole_micro_batch_is_fetched_by_one_call_if_nothing_is_drawn():
     plain = batches(data=DrawsLate(), seed_samples=False)
-    for how, in_a_subset in (("auto", False), (False, False), ("auto", True), (True, False)):
-        data = AtOnce()
+    for seeded, in_a_subset in (("auto", False), (False, False), ("auto", True), (True, False)):
+        data = BatchReader()
         subset = torch.utils.data.Subset(data, range(70))
-        seen = batches(data=subset if in_a_subset else data, seed_samples=how)
+        seen = batches(data=subset if in_a_subset else data, seed_samples=seeded)
         assert torch.equal(seen, plain)
-        assert data.at_once == (0 if how is True else 40), how
+        assert data.batch_reads == (0 if seeded is True else 40), seeded
         assert data.reads == 160
     for draw in (random.random, np.random.rand, lambda: torch.rand(()).item()):
-        data = AtOnce(draw)
+        data = BatchReader(draw)
         wanted = batches(data=DrawsLate(draw), seed_samples=True)
         assert torch.equal(batches(data=data), wanted)
-        assert 0 < data.at_once < 40
-        assert data.reads == 160 + 4, "the micro-batch of the first draw, which is read again"
+        assert 0 < data.batch_reads < 40
+        assert data.reads == 160 + 4, "the micro-batch of the first draw is read again"
 
 
 class OwnTensors(torch.utils.data.TensorDataset):
@@ -194,13 +194,13 @@ def test_datasets_of_tensors_are_read_by_one_indexing_per_tensor(monkeypatch):
     wanted = [Fetch(data, None, 0, "auto").__getitems__(keys) for data in by_sample]
     monkeypatch.delattr("torch.utils.data.TensorDataset.__getitem__")
     for data, batch in zip(by_rows, wanted, strict=True):
-        for how in ("auto", True, False):
-            read = Fetch(data, None, 0, how).__getitems__(keys)
+        for seeded in ("auto", True, False):
+            read = Fetch(data, None, 0, seeded).__getitems__(keys)
             assert type(read) is type(batch)
             for a, b in zip(read, batch, strict=True):
                 assert a.dtype == b.dtype
                 assert torch.equal(a, b)
-    with pytest.raises(NotImplementedError):  # a collate of the recipe's takes samples
+    with pytest.raises(NotImplementedError):  # a recipe's own collate takes samples
         Fetch(by_rows[0], default_collate, 0, "auto").__getitems__(keys)
 
 

@@ -22,7 +22,7 @@ from my_project.state import TrainState
 
 
 def evaluate_all(configs: list[Config], may_fail: bool = False) -> list[Any]:
-    """Evaluate fixed weights in one world; a failure that may be gives its type and message."""
+    """Evaluate fixed weights in one world; with may_fail, a failure gives its type and message."""
     results: list[Any] = []
     with accelerators.start_accelerator(configs[0]) as accelerator:
         for config in configs:
@@ -47,12 +47,12 @@ def _evaluate(accelerator: Accelerator, config: Config) -> dict[str, float]:
     assert bool(gather_on_main(accelerator, "lists")) == accelerator.is_main_process
     size = micro_batch_size(config) * accelerator.num_processes
     rounds = (math.ceil(len(data) / size) for data in data_sets.values())
-    assert len(told) == sum(rounds), "of each micro-batch: many may take longer than its limit"
+    assert len(told) == sum(rounds), "each micro-batch reports progress: all may exceed the limit"
     return results
 
 
 def expected(recipe: Ragged) -> dict[str, float]:
-    """Compute the same with one forward over all samples and scikit-learn-free arithmetic."""
+    """Compute the same metrics from one forward pass over all samples, without scikit-learn."""
     torch.manual_seed(0)
     model = recipe.build_model(recipe.prepare_data())
     _, data_sets = recipe.build_datasets(recipe.prepare_data())
@@ -62,7 +62,7 @@ def expected(recipe: Ragged) -> dict[str, float]:
         scores = model(torch.stack([s["x"] for s in samples]))[:, 0, 0].sigmoid()
     labels = torch.stack([s["label"] for s in samples])
     positive, negative = scores[labels == 1], scores[labels == 0]
-    wins = (positive[:, None] > negative[None]).double().mean().nan_to_num()  # NaN: without pairs
+    wins = (positive[:, None] > negative[None]).double().mean().nan_to_num()  # NaN: no pairs
     return {
         "validation/accuracy": float(((scores > 0.5).long() == labels).double().mean()),
         "validation/auroc": float(wins),
@@ -85,7 +85,7 @@ def test_each_validation_sample_counts_once(tmp_path, processes):
 
 
 class LossOnly(Ragged):
-    """A recipe without metrics of its own."""
+    """A recipe without its own metrics."""
 
     build_metrics = None  # type: ignore[assignment]
     update_metrics = None  # type: ignore[assignment]
@@ -106,7 +106,7 @@ def test_without_metrics_the_loss_per_item_is_exact(tmp_path):
 
 # ---- losses that draw random numbers -------------------------------------------------------------
 class Masked(LossOnly):
-    """A masked language model: it guesses the 30 % of tokens that are hidden at random."""
+    """A masked language model: it predicts the 30 % of tokens that are hidden at random."""
 
     def build_model(self, data_info: dict[str, Any]) -> nn.Module:
         return nn.Sequential(nn.Embedding(5, 8), nn.Flatten(), nn.Linear(72, 36)).double()
@@ -145,7 +145,7 @@ def test_what_a_loss_draws_does_not_depend_on_the_processes(tmp_path):
     configs.append(make_config(tmp_path, DRAWING[1], **DEFAULT_SIZES, steps=1))
     one, *others = (run_world(n, evaluate_all, configs)[0] for n in (1, 2, 4))
     assert one[0] != one[2], "other sizes give other draws"
-    assert one[1] != one[3], "the loss is told the step"
+    assert one[1] != one[3], "the loss gets the step"
     for several in others:
         for result, reference in zip(several, one, strict=True):
             assert result == pytest.approx(reference, rel=1e-6)
@@ -153,13 +153,13 @@ def test_what_a_loss_draws_does_not_depend_on_the_processes(tmp_path):
 
 # ---- merging -------------------------------------------------------------------------------------
 class Kinds(Metric):
-    """States that are merged in each of the ways that torchmetrics has."""
+    """States that are merged in each way that torchmetrics offers."""
 
     def __init__(self, fault: str) -> None:
         super().__init__()
         self.fault = fault
         self.add_state("count", torch.zeros((), dtype=torch.int32), "sum")
-        self.add_state("by_column", torch.zeros(()), "sum")  # whose shape the first batch gives
+        self.add_state("by_column", torch.zeros(()), "sum")  # the first batch gives its shape
         self.add_state("exact", torch.zeros(2, dtype=torch.float64), "sum")
         self.add_state("average", torch.zeros(()), "mean")
         self.add_state("largest", torch.tensor(-math.inf), "max")
@@ -183,7 +183,7 @@ class Kinds(Metric):
     def compute(self) -> dict[str, torch.Tensor]:
         if self.fault == "compute":
             raise LookupError("no such class")
-        assert isinstance(self.listed, list), "torchmetrics would make a tensor of it"
+        assert isinstance(self.listed, list), "torchmetrics would turn it into a tensor"
         return {
             "listed": torch.cat(self.listed).sum(),
             "count": self.count, "sum": self.by_column[2], "large": self.exact[0],
@@ -200,7 +200,7 @@ class AllKinds(Ragged):
     def build_metrics(self) -> dict[str, Any]:
         overlap = MulticlassJaccardIndex(self.classes)  # sums a matrix
         metrics = super().build_metrics()
-        metrics["inverse"] = 1 - metrics["auroc"]  # shares its state
+        metrics["inverse"] = 1 - metrics["auroc"]  # shares the state of auroc
         return metrics | {"kinds": Kinds(self.metric_fault), "overlap": overlap}
 
     def update_metrics(self, model: nn.Module, batch: Any, metrics: Any) -> None:
@@ -213,7 +213,7 @@ class AllKinds(Ragged):
 
 
 def evaluate_in_a_group_of_one(configs: list[Config]) -> list[Any]:
-    """Evaluate as torchrun with one process has it, or FSDP2 on one GPU."""
+    """Evaluate in a process group of one, as with torchrun, or FSDP2 on one GPU."""
     store = torch.distributed.HashStore()
     torch.distributed.init_process_group("gloo", rank=0, world_size=1, store=store)
     return evaluate_all(configs, may_fail=True)
@@ -228,24 +228,24 @@ def test_each_kind_of_state_is_merged_as_one_process_has_it(tmp_path):
     configs = [make_config(tmp_path, recipe, batches__global_batch_size=24) for recipe in recipes]
     alone = run_world(1, evaluate_all, configs, True)[0]
     assert repr(run_world(1, evaluate_in_a_group_of_one, configs)[0]) == repr(alone)  # NaN too
-    kind, said = alone.pop()
-    assert kind is LookupError
-    assert "no such class" in said
+    error_type, message = alone.pop()
+    assert error_type is LookupError
+    assert "no such class" in message
     for processes in (2, 3):
-        for found in run_world(processes, evaluate_all, configs[:-1], True):
-            for size, one, several in zip(sizes, alone, found, strict=False):
+        for results in run_world(processes, evaluate_all, configs[:-1], True):
+            for size, one, several in zip(sizes, alone, results, strict=False):
                 assert one["validation/kinds/count"] == size
                 assert one["validation/kinds/custom"] == 2.0**size
                 assert one["validation/kinds/average"] == 5
                 assert several == pytest.approx(one, rel=1e-6)
                 same = [name for name in one if not name.endswith(("auroc", "inverse", "small"))]
                 assert [several[name] for name in same] == [one[name] for name in same]
-            (with_nan,) = found[len(sizes) :]
-            assert math.isnan(with_nan["validation/kinds/largest"]), "of one rank's sample"
+            (with_nan,) = results[len(sizes) :]
+            assert math.isnan(with_nan["validation/kinds/largest"]), "from a sample of one rank"
 
 
 @pytest.mark.parametrize(("mode", "best"), [("max", 0.7), ("min", 0.3)])
-def test_a_metric_that_is_no_number_is_never_the_best(tmp_path, mode, best):
+def test_a_metric_that_is_not_finite_is_never_the_best(tmp_path, mode, best):
     settings = {"best_metric": "validation/loss", "best_mode": mode}
     config = make_config(tmp_path, **{f"evaluation__{k}": v for k, v in settings.items()})
     state = TrainState()
@@ -256,7 +256,7 @@ def test_a_metric_that_is_no_number_is_never_the_best(tmp_path, mode, best):
 
 
 def test_another_metric_or_mode_has_no_best_yet(tmp_path):
-    """Compared with the best of another, the best of its own would never have been reached."""
+    """Compared with the best of another metric, its own best might never be reached."""
     settings = {"evaluation__best_metric": "validation/loss", "evaluation__best_mode": "max"}
     highest = make_config(tmp_path, **settings)
     state = TrainState()

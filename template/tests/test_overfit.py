@@ -1,4 +1,4 @@
-"""overfit_batches: the first global batches again and again, and an evaluation on them."""
+"""overfit_batches repeats the first global batches, and evaluates on them."""
 
 import pytest
 from ragged import Ragged
@@ -16,11 +16,11 @@ def overfitting(folder, batches: int = 1, **settings) -> Config:
     return make_config(folder, overfit_batches=batches, **defaults | settings)
 
 
-@pytest.mark.parametrize("most", quick(1, [1, 2]))
-def test_a_model_learns_one_batch_by_heart_on_any_number_of_processes(tmp_path, most):
+@pytest.mark.parametrize("max_processes", quick(1, [1, 2]))
+def test_a_model_memorizes_one_batch_on_any_number_of_processes(tmp_path, max_processes):
     small = {"batches__global_batch_size": 4, "batches__micro_batch_size": 2, "optim__lr": 0.1}
     curves = []
-    for processes in range(1, most + 1):
+    for processes in range(1, max_processes + 1):
         config = overfitting(tmp_path / str(processes), steps=300, **small)
         run_world(processes, train, config)
         curves.append(values(config))

@@ -27,7 +27,7 @@ from my_project.config import Config, ConfigError
 from my_project.run_files import checkpoints
 from my_project.run_folder import Run
 
-# 4 steps make an epoch; step 6 lies in the middle of the second
+# An epoch has 4 steps; step 6 is in the middle of the second.
 FIRST = 6
 
 
@@ -37,7 +37,7 @@ def train_then_again(first: Config, second: Config) -> tuple[int, int]:
 
 
 def interrupted_at(config: Config, step: int, rank: int = 1) -> Config:
-    """Have a process be sent SIGTERM while it computes the given step."""
+    """Change a config so that a process gets SIGTERM while it computes the given step."""
     fault = {"fault": "preempt", "fault_at": step, "fault_on_rank": rank}
     return change(config, recipe=dataclasses.replace(config.recipe, **fault))
 
@@ -65,7 +65,7 @@ def uninterrupted(tmp_path_factory) -> Config:
     quick(2, [(2, 0.0, 6), (3, 1e-9, 6), (1, 1e-9, 6), (4, 1e-9, 6), (2, 0.0, 10)]),
 )
 def test_resume_equals_uninterrupted_run(tmp_path, uninterrupted, processes, tolerance, newest):
-    """A run that was killed at step 8, or at its end, and its newest checkpoint."""
+    """The run was killed at step 8, or at its end; `newest` is its newest checkpoint's step."""
     config = change(uninterrupted, runs_folder=str(tmp_path))
     shutil.copytree(uninterrupted.folder, config.folder)
     if newest == FIRST:
@@ -74,7 +74,7 @@ def test_resume_equals_uninterrupted_run(tmp_path, uninterrupted, processes, tol
     (config.folder / "status.json").write_text('{"outcome": "running", "step": 8, "steps": 10}')
     run_world(processes, train, config)
     assert_same(config, uninterrupted, tolerance)
-    results = [status(one)["result"]["validation/auroc"] for one in (config, uninterrupted)]
+    results = [status(run)["result"]["validation/auroc"] for run in (config, uninterrupted)]
     assert results[0] == pytest.approx(results[1])
 
 
@@ -97,7 +97,7 @@ def test_signal_on_one_process_stops_all_and_the_same_command_continues(tmp_path
     config = change(uninterrupted, runs_folder=str(tmp_path))
     assert run_world(2, train, interrupted_at(config, 4)) == [75, 75]
     left = status(config)
-    # the request of step 4 is read after step 5: six steps are done
+    # the request in step 4 is read after step 5: six steps are done
     assert (left["outcome"], left["step"]) == ("preempted", 6)
     assert run_world(2, train, config) == [0, 0]
     assert_same(config, uninterrupted, 0.0)
@@ -113,8 +113,8 @@ def make_disk_slow() -> None:
     files.flush_to_disk = saving.flush_to_disk = slowly
 
 
-def what_is_saved_when_it_leaves(config: Config) -> list[str]:
-    """Train with a slow disk; list the checkpoints at the moment in which main returns."""
+def checkpoints_at_exit(config: Config) -> list[str]:
+    """Train with a slow disk; list the checkpoints when main returns."""
     make_disk_slow()
     assert train(config) == 75
     return [folder.name for folder in checkpoints(config.folder)]
@@ -122,9 +122,9 @@ def what_is_saved_when_it_leaves(config: Config) -> list[str]:
 
 @pytest.mark.slow
 def test_no_process_leaves_before_the_state_is_saved(tmp_path):
-    """The launcher ends the others soon after the first has left, also in the middle of a save."""
+    """The launcher ends the others soon after the first exits, even in the middle of a save."""
     config = interrupted_at(make_config(tmp_path), 4)
-    assert run_world(2, what_is_saved_when_it_leaves, config) == [["step_00000006"]] * 2
+    assert run_world(2, checkpoints_at_exit, config) == [["step_00000006"]] * 2
 
 
 def test_a_finished_run_shows_its_result_and_a_longer_one_goes_on(tmp_path, capsys):
@@ -158,7 +158,7 @@ def test_a_changed_config_is_refused_with_the_keys_and_two_remedies(tmp_path):
     assert "--resume never" in message
 
 
-def test_resume_from_a_path_that_is_no_checkpoint_is_refused(tmp_path):
+def test_resume_from_a_path_that_is_not_a_checkpoint_is_refused(tmp_path):
     sentence = r"nowhere cannot be used: it has no manifest.*; give .* checkpoint, auto or never"
     with pytest.raises(ConfigError, match=sentence):
         train(make_config(tmp_path, resume=str(tmp_path / "nowhere")))
@@ -175,7 +175,7 @@ def test_two_launches_cannot_use_one_run_folder(tmp_path):
         run_world(1, open_run, config)
     assert mine.lock
     assert "choose another --run_name" in str(refusal.value)
-    assert "TransientError" in str(refusal.value), "exit code 1: the other one may be about to end"
+    assert "TransientError" in str(refusal.value), "exit code 1: the other process may end soon"
 
 
 @pytest.mark.slow

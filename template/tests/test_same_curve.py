@@ -6,7 +6,7 @@ from ragged import Noting, Ragged
 from runs import assert_same_weights, averaged, change, make_config, quick, records, train, weights
 from world import run_world
 
-# SGD sees a wrong gradient scale, to which AdamW is blind; clipping binds in both.
+# A wrong gradient scale changes SGD, but not AdamW; clipping has an effect on both.
 OPTIMIZERS = {
     "sgd": {"optim__class_path": "torch.optim.SGD", "optim__init_args": {"momentum": 0.9}},
     "adamw": {"optim__weight_decay": 0.1},
@@ -16,7 +16,7 @@ CASES = [("sgd", "float64"), ("adamw", "float32"), ("sgd", "float32"), ("adamw",
 
 @pytest.mark.parametrize(("optimizer", "dtype"), quick(2, CASES))
 def test_any_split_gives_the_same_curve(tmp_path, optimizer, dtype):
-    """70 samples do not divide by 16, lengths are ragged, 10 steps cross two epochs."""
+    """70 samples are not a multiple of 16, lengths differ, 10 steps cross two epochs."""
     tolerance = {"float64": 1e-9, "float32": 2e-5}[dtype]
     curves, finals = [], []
     recipe = Noting(dtype=dtype, dropout=0.2, noise=0.1)
@@ -29,7 +29,7 @@ def test_any_split_gives_the_same_curve(tmp_path, optimizer, dtype):
     reference = curves[0]
     assert len(reference) == 10
     norms = [record["gradient_norm"] for record in reference]
-    assert min(norms) < 1.8 < max(norms), "clipping must bind in some steps and not in others"
+    assert min(norms) < 1.8 < max(norms), "clipping must take effect in some steps only"
     assert [record["train/twice"] for record in reference] == [2.0] * 10
     for curve, final in zip(curves[1:], finals[1:], strict=True):
         for name in ("loss", "gradient_norm", "train/root", "train/twice"):
@@ -41,7 +41,7 @@ def test_any_split_gives_the_same_curve(tmp_path, optimizer, dtype):
 
 
 def test_any_split_gives_the_same_batch_norm(tmp_path):
-    """Weights, running statistics and what evaluations find with them; a step is skipped."""
+    """The same weights, running statistics and evaluations; one step is skipped."""
     pytest.importorskip("my_project.statistics")
     recipe = Ragged(dtype="float64", batch_norm=True, explode_at=(4,))
     settings, runs = OPTIMIZERS["sgd"] | {"evaluation__every_steps": 3}, []
@@ -55,13 +55,13 @@ def test_any_split_gives_the_same_batch_norm(tmp_path):
             assert len(ours) == 4
             assert ours == pytest.approx(theirs, abs=1e-6)
     calls = weights(config.folder / "export")["1.num_batches_tracked"]
-    assert calls == 9 * 4, "of all processes, without the step that is skipped"
+    assert calls == 9 * 4, "over all processes, without the skipped step"
 
 
 @pytest.mark.parametrize("processes", quick(1, [(3,), (5,), (7,)]))
 @pytest.mark.parametrize("size", [0, 2, 3])
 def test_a_number_of_processes_that_does_not_divide_the_batch(tmp_path, size, processes):
-    """Micro-batches of unequal size, or ranks that repeat one without weight."""
+    """Micro-batches have unequal sizes, or some ranks repeat one with weight 0."""
     if size == 3 and processes == 7:
         pytest.skip("16 samples are 6 micro-batches of 3")
     recipe = Noting(dtype="float64", dropout=0.2 * bool(size), explode_at=(4,))
@@ -76,5 +76,5 @@ def test_a_number_of_processes_that_does_not_divide_the_batch(tmp_path, size, pr
         assert len(ours) == 10
         compared = zip(ours, theirs, strict=True)
         # a sum of roots depends on the micro-batches
-        for found, wanted in compared if size or name != "train/root" else ():
-            assert found == (wanted and pytest.approx(wanted, rel=1e-9, abs=1e-9))
+        for value, wanted in compared if size or name != "train/root" else ():
+            assert value == (wanted and pytest.approx(wanted, rel=1e-9, abs=1e-9))

@@ -1,4 +1,4 @@
-"""FSDP2 and HSDP. The file goes with sharding.py (AGENTS.md)."""
+"""FSDP2 and HSDP. Delete this file together with sharding.py (AGENTS.md)."""
 
 import pytest
 from runs import make_config
@@ -8,7 +8,7 @@ from my_project.config import ConfigError
 
 
 def test_sizes_of_hsdp_that_do_not_make_the_world_are_refused(tmp_path, monkeypatch):
-    """Accelerate ignores misspelt keys below parallelism_config, which leaves a size at 1."""
+    """Accelerate ignores misspelled keys of parallelism_config, so a size stays 1."""
     config = make_config(tmp_path)
     monkeypatch.setattr("my_project.accelerator.use_cpu", lambda: False)
     for name, value in {

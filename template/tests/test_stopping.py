@@ -1,4 +1,4 @@
-"""Signals, hangs and failures: every process leaves in time, and one place says why."""
+"""Signals, hangs and failures: every process exits in time, and one place says why."""
 
 import json
 import os
@@ -26,24 +26,24 @@ HERE = socket.gethostname()
 
 
 def errors(config: Config) -> dict[int, str]:
-    """Read errors/ by rank."""
-    found = {}
+    """Return the text of each file in errors/ by rank."""
+    reports = {}
     for path in sorted((config.folder / "errors").glob("*.json")):
-        one = json.loads(path.read_text())
-        head = f"rank {one['rank']} on {one['host']}, step {one['step']}\n"
-        found[one["rank"]] = f"{head}{one['reason']}\n{one['details']}"
-    return found
+        error = json.loads(path.read_text())
+        head = f"rank {error['rank']} on {error['host']}, step {error['step']}\n"
+        reports[error["rank"]] = f"{head}{error['reason']}\n{error['details']}"
+    return reports
 
 
 def first_of(config: Config) -> Failure:
-    """Return the failure that the launcher takes for the first."""
+    """Return the failure that the launcher considers the first."""
     first = first_failure(read_errors(config.folder, read_info(config.folder).launch))
     assert first
     return first
 
 
 def fails(config: Config, processes: int = 2) -> str:
-    """Run a world that fails; every process must be gone soon after the first."""
+    """Run a world that fails, and return its error; all processes must end soon after the first."""
     world = World(processes, train, config)
     with pytest.raises(RuntimeError) as failure:
         world.results(60)
@@ -60,9 +60,9 @@ def with_fault(folder: Path, fault: str, at: int = 3, **settings) -> Config:
 def test_a_process_that_is_gone_is_named_by_those_that_are_left(tmp_path):
     config = with_fault(tmp_path, "leave")
     fails(config)
-    found = errors(config)
-    assert found.keys() == {0}
-    assert f"rank 0 on {HERE}, step 3\n" in found[0]
+    reports = errors(config)
+    assert reports.keys() == {0}
+    assert f"rank 0 on {HERE}, step 3\n" in reports[0]
     assert "lost contact with another process" in status(config)["reason"]
     hosts = json.loads((config.folder / "run.json").read_text())["hosts"]
     assert hosts == [HERE, HERE]
@@ -74,12 +74,12 @@ def test_a_process_that_is_gone_is_named_by_those_that_are_left(tmp_path):
 def test_an_exception_on_one_rank_is_the_reason_whatever_it_causes(tmp_path):
     config = with_fault(tmp_path, "raise")
     fails(config)
-    found = errors(config)
-    assert found.keys() == {0, 1}
-    assert f"rank 1 on {HERE}, step 3\n" in found[1]
-    assert "ValueError: this rank was told to fail" in found[1]
-    assert "Traceback" in found[1]
-    assert "lost contact with another process" in found[0]
+    reports = errors(config)
+    assert reports.keys() == {0, 1}
+    assert f"rank 1 on {HERE}, step 3\n" in reports[1]
+    assert "ValueError: this rank was told to fail" in reports[1]
+    assert "Traceback" in reports[1]
+    assert "lost contact with another process" in reports[0]
     launch = pytest.importorskip("my_project.launching.launch")
     failed = launch.as_failed(config.folder, read_status(config.folder), [first_of(config)])
     assert failed.reason == f"rank 1 on {HERE}, step 3: ValueError: this rank was told to fail"
@@ -159,7 +159,7 @@ def children(pid: int) -> list[int]:
 
 @pytest.mark.parametrize("name", quick(1, ["SIGTERM", "SIGUSR1", "SIGINT", "SIGHUP"]))
 def test_a_signal_to_one_process_and_to_all_loader_workers(tmp_path, name):
-    """As a scheduler sends it: to everything at once, loader workers included."""
+    """A scheduler sends it to all processes together, loader workers included."""
     config = make_config(tmp_path, steps=5000, batches__workers=1)
     with closing(World(2, train, config)) as world:
         wait_for_records(config, 3)
@@ -185,7 +185,7 @@ def signals_of_a_loader_worker() -> list[bool]:
 
 
 def test_loader_workers_that_inherit_no_handler_ignore_signals_too():
-    """Those that are spawned, not forked."""
+    """Workers that are spawned, not forked."""
     assert run_world(1, signals_of_a_loader_worker) == [[True, True, True]]
 
 
@@ -200,7 +200,7 @@ def train_signalled_twice(config: Config, seconds_between: float) -> int:
     return train(config)
 
 
-def test_a_second_signal_leaves_at_once_but_not_when_it_comes_right_after(tmp_path):
+def test_a_second_signal_exits_immediately_unless_it_follows_too_soon(tmp_path):
     config = interrupted_at(make_config(tmp_path, run_name="soon"), 2, rank=0)
     assert run_world(1, train_signalled_twice, config, 0.1) == [75]
     config = change(config, run_name="later")
@@ -209,8 +209,8 @@ def test_a_second_signal_leaves_at_once_but_not_when_it_comes_right_after(tmp_pa
     assert not (config.folder / "checkpoints").exists()
 
 
-def test_the_first_signal_after_stop_after_is_no_second_one(tmp_path):
-    """Told to stop by the clock, and then by the scheduler."""
+def test_the_first_signal_after_stop_after_is_not_a_second_one(tmp_path):
+    """The clock tells the run to stop, and then the scheduler does."""
     config = make_config(tmp_path, stop_after="0s")
     assert run_world(1, train, interrupted_at(config, 1, rank=0)) == [75]
     assert status(config)["reason"] == "stop_after 0s has elapsed"
@@ -226,7 +226,7 @@ def test_stop_after_counts_from_the_process_start_by_a_monotonic_clock(monkeypat
     config = make_config(TESTS, stop_after="1h")
     stop = stopping.StopRequest(config)
     monkeypatch.setattr(time, "time", lambda: 1e12)
-    assert not stop.requested, "the clock was set"
+    assert not stop.requested, "the wall clock was changed"
     monkeypatch.undo()
     assert not stop.requested
     monkeypatch.setattr("psutil.Process.create_time", lambda _: time.time() - 3601)

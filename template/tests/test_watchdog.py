@@ -1,4 +1,4 @@
-"""A run without progress ends itself. The file goes with watchdog.py (AGENTS.md)."""
+"""A run without progress ends itself. Delete this file together with watchdog.py (AGENTS.md)."""
 
 import time
 
@@ -17,15 +17,15 @@ def test_a_hang_ends_the_run_and_every_process_says_where_it_stands(tmp_path, st
     started = time.monotonic()
     fails(config)
     assert time.monotonic() - started < 300, "long before gloo's own timeout"
-    found = errors(config)
-    assert found.keys() == {0, 1}
-    for rank, text in found.items():
+    reports = errors(config)
+    assert reports.keys() == {0, 1}
+    for rank, text in reports.items():
         assert text.startswith(f"rank {rank} on {HERE}, step {step}\n")
         assert f"no progress for {limit} s" in text
-    assert "in strike" in found[1], "the one that hangs"
-    assert "in strike" not in found[0]
-    places = ("sums.wait()", "in backward", "in check_sums")  # of the one that waits for it
-    assert any(place in found[0] for place in places)
+    assert "in strike" in reports[1], "the rank that hangs"
+    assert "in strike" not in reports[0]
+    places = ("sums.wait()", "in backward", "in check_sums")  # where the other rank waits for it
+    assert any(place in reports[0] for place in places)
     failed = first_of(config)
     assert failed.at
     assert (failed.rank, failed.cause, failed.at.function) == (1, "stalled", "strike")
@@ -40,7 +40,7 @@ class StuckExport(Ragged):
 
 @pytest.mark.slow
 def test_an_export_that_hangs_is_blamed_on_the_main_process(tmp_path):
-    """The other ranks have nothing left to do: one that had left was named in its place."""
+    """The other ranks have nothing left to do: if one left, it would be named instead."""
     limits = {"distributed__timeout_seconds": 2, "distributed__startup_timeout_seconds": 4}
     config = make_config(tmp_path, StuckExport(), steps=1, **limits)
     fails(config)

@@ -1,4 +1,4 @@
-"""Real processes for tests, forked from one that has imported everything: 0.1 s, not 8."""
+"""Real processes for tests, forked from one that has imported everything: 0.1 s instead of 8."""
 
 import faulthandler
 import fcntl
@@ -23,8 +23,8 @@ PROCESSES = multiprocessing.get_context("forkserver")
 PROCESSES.set_forkserver_preload(["world_imports"])
 
 
-# Below the ports that the kernel gives to connections, which may take one before it is used.
-# Another pytest whose process number has the same remainder begins elsewhere among them.
+# These ports are below those that the kernel assigns to connections, which could take a port before
+# it is used. A pytest process whose ID has the same remainder begins elsewhere among them.
 START = 10_000 + 500 * (os.getpid() % 40)
 PORTS = islice(cycle(range(START, START + 500)), os.getpid() // 40 % 500, None)
 
@@ -38,7 +38,7 @@ def free_port() -> int:
 
 
 class World:
-    """Processes that run function(*arguments), each with its rank."""
+    """Processes that run function(*arguments), each as one rank."""
 
     def __init__(self, processes: int, function: Callable, *arguments: Any) -> None:
         self.pipes, self.workers = [], []
@@ -70,10 +70,11 @@ class World:
             self.pipes.append(ours)
 
     def results(self, seconds: float = 200) -> list:
-        """Wait; return by rank what was returned, or the exit code that is not 0.
+        """Wait, and return the result of each rank: a value, or the code of SystemExit.
 
-        A process that raises makes this raise, with the rank and the traceback; one that hangs,
-        with the stacks of all on stderr.
+        Raises:
+            RuntimeError: a process raised or died; the message has its rank and traceback.
+            TimeoutError: a process hangs; the stacks of all are printed on stderr.
         """
         results: dict[int, Any] = {}
         failures: dict[int, str] = {}
@@ -85,7 +86,7 @@ class World:
                 if not ready and not failures:
                     self._print_stacks()
                     raise TimeoutError(f"ranks {[*waiting.values()]} gave no result in {seconds} s")
-                if not ready:  # the others wait for the one that failed
+                if not ready:  # the other processes wait for the one that failed
                     break
                 for pipe in ready:
                     rank = waiting.pop(pipe)
@@ -115,7 +116,7 @@ class World:
                 time.sleep(1)
 
     def close(self) -> None:
-        """Kill what is left, as the kernel does."""
+        """Kill the remaining processes with SIGKILL."""
         started = [worker for worker in self.workers if worker.pid]
         for worker in started:
             worker.kill()
@@ -124,21 +125,21 @@ class World:
 
 
 def run_world(processes: int, function: Callable, *arguments: Any, seconds: float = 200) -> list:
-    """Run function(*arguments) on each process of a world of its own; return its results."""
+    """Run function(*arguments) on each process of a new world; return the results by rank."""
     return World(processes, function, *arguments).results(seconds)
 
 
 def _work(pipe: Any, environment: dict[str, Any], function: Callable, arguments: tuple) -> None:
-    # end with the tests, also where those are killed: SIGIO once they no longer hold their end
+    # end with the tests, even if they are killed: SIGIO arrives when their end of the pipe closes
     tests: Any = multiprocessing.parent_process()
     fcntl.fcntl(tests.sentinel, fcntl.F_SETOWN, os.getpid())
     fcntl.fcntl(tests.sentinel, fcntl.F_SETFL, os.O_ASYNC)
     if connection.wait([tests.sentinel], 0):
-        return  # they had ended before
+        return  # the tests ended before
     os.environ.update({name: str(value) for name, value in environment.items()})
-    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # also where the tests run under nohup
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # even if the tests run under nohup
     faulthandler.register(signal.SIGUSR2, sys.__stderr__, all_threads=True)
-    multiprocessing.set_start_method("fork", force=True)  # loader workers: as in a real run
+    multiprocessing.set_start_method("fork", force=True)  # for loader workers, as in a real run
     try:
         with open(os.devnull, "w") as nowhere:
             sys.stdout = nowhere

@@ -1,4 +1,4 @@
-"""What the fork server imports once, for 15 s: nothing that starts a thread or a computation."""
+"""The imports of the fork server, once, 15 s; none may start a thread or a computation."""
 
 import contextlib
 import gc
@@ -10,7 +10,7 @@ with no_garbage_collection():
     for name in (
         "my_project.evaluate",
         "my_project.train",
-        "pytest",  # each module of tests imports it
+        "pytest",  # each test module imports it
         "rich.console",
         "rich.table",
         "tensorboard",
@@ -18,7 +18,7 @@ with no_garbage_collection():
         "torch.distributed.algorithms.ddp_comm_hooks",
         "torch.utils.tensorboard",
         "torchmetrics.classification",
-        "torchvision.transforms.v2",  # the recipe's
+        "torchvision.transforms.v2",  # the recipe imports it
         "sklearn.datasets",
         "transformers.models.auto.modeling_auto",
         "transformers.models.bert.modeling_bert",
@@ -27,4 +27,4 @@ with no_garbage_collection():
         with contextlib.suppress(ImportError):
             importlib.import_module(name)
 
-gc.freeze()  # else the first collection of each forked process looks at all that was imported
+gc.freeze()  # otherwise the first collection of each forked process scans all that was imported

@@ -374,7 +374,7 @@ def test_a_host_list_that_cannot_be_used_is_refused(tmp_path, monkeypatch, liste
         capture_output=True, text=True, check=False, timeout=600,
     )  # fmt: skip
     assert done.returncode == 2
-    assert "write a node per line as: gpu-a slots=8" in done.stderr
+    assert "write one node per line, such as gpu-a slots=8" in done.stderr
 
 
 # ---- restarts in place ---------------------------------------------------------------------------

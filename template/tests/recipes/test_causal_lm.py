@@ -1,4 +1,4 @@
-"""The recipe causal_lm: no text is lost or repeated in packing; the model is causal."""
+"""The recipe causal_lm: packing loses and repeats no text; the model is causal."""
 
 import dataclasses
 import json
@@ -23,7 +23,7 @@ SMALL = {"sequence_length": 16, "width": 32, "depth": 2, "heads": 2}
 
 
 def write(folder, count=12):
-    """Write documents of several lengths, one of them empty and one not of ASCII."""
+    """Write documents of several lengths; one is empty, and one is not ASCII."""
     (folder / "a folder.txt").mkdir(parents=True)
     for number in range(count):
         text = f"Document {number}: " + "the quick brown fox. " * (number % 5)
@@ -162,7 +162,7 @@ def test_it_memorizes_a_text_and_generates_it(tmp_path):
     last = records(config)[-1]
     assert last["loss"] < 0.2
     rate = last["items_per_second"]
-    rounding = {"rel": 2e-3}  # records have four digits
+    rounding = {"rel": 2e-3}  # records are rounded to four digits
     assert rate == pytest.approx(last["samples_per_second"] * 16, **rounding)
     model = recipe.build_model({"vocab_size": 257})
     num_parameters = sum(p.numel() for p in model.parameters())
@@ -208,7 +208,7 @@ def test_a_custom_tokenizer_file(tmp_path):
     assert recipe.predict(model, data_info, "the quick"), "an export contains its tokenizer"
     recipe = dataclasses.replace(recipe, tokenizer=str(tmp_path / "moved.json"))
 
-    # settings that a tokenizer trained for another task may carry
+    # settings that the tokenizer of another task may have
     tokenizer.enable_truncation(5)
     tokenizer.enable_padding(length=40)
     tokenizer.post_processor = processors.TemplateProcessing(
@@ -228,7 +228,7 @@ def test_a_custom_tokenizer_file(tmp_path):
 
 # ---- streaming ----------------------------------------------------------------------------------
 def sequences_of(stream: Any, i: int, start: int = 0, epochs: int = 1) -> list[Any]:
-    """Read a lane from `start` on, up to the end of so many passes over its documents."""
+    """Read a lane from `start` to the end of the given number of passes over its documents."""
     lane, read = stream.lane(i, 0, 0), []
     for sequence in lane:
         if lane.state_dict()["epoch"] == epochs:
@@ -359,7 +359,7 @@ def test_a_lane_of_streamed_hugging_face_data_goes_on_at_its_state(tmp_path, fil
 
 
 def test_loader_workers_read_a_streamed_hugging_face_dataset_once(tmp_path):
-    """Of which, read plainly, each loader worker would get a share of its own."""
+    """A plain read of the dataset would give each loader worker a different share."""
     texts = [f"row {number} " + "of a table. " * (number % 7) for number in range(80)]
     data = write_rows(tmp_path / "rows", texts, 17)
     recipe = recipe_of(tmp_path, lanes=2, data=data, validation_fraction=0.0)
@@ -373,8 +373,8 @@ def test_loader_workers_read_a_streamed_hugging_face_dataset_once(tmp_path):
     loader = torch.utils.data.DataLoader(reader, batch_size=None, num_workers=2)
     parts = list(islice(loader, 2 * max(map(len, here))))
     for lane, sequences in enumerate(here):
-        there = [s for part in parts for s in (part[lane][0] if lane in part else [])]
-        assert torch.equal(torch.stack(there[: len(sequences)]), torch.stack(sequences))
+        lane_sequences = [s for part in parts for s in (part[lane][0] if lane in part else [])]
+        assert torch.equal(torch.stack(lane_sequences[: len(sequences)]), torch.stack(sequences))
 
 
 @pytest.mark.slow

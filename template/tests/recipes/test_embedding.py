@@ -95,7 +95,7 @@ def test_recall_is_exact(tmp_path):
 
 
 def test_recall_does_not_depend_on_rounding():
-    """Each document occurs twice; noise as small as rounding errors must not change the result."""
+    """Each document occurs twice; noise as small as rounding must not change the result."""
     torch.manual_seed(0)
     queries = F.normalize(torch.randn(80, 8), dim=-1)
     documents = F.normalize(queries[:40] + queries[40:], dim=-1).repeat(2, 1)

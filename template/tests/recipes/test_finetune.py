@@ -21,7 +21,7 @@ from my_project.recipes.finetune import Finetune
 from my_project.run_files import checkpoints
 from my_project.run_folder import Run
 
-pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")  # from the libraries
+pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")  # libraries raise them
 
 TEXTS = {
     "fruit": ["an apple", "two sweet pears and a plum", "plums", "pears with one sour apple in it"],
@@ -76,7 +76,7 @@ def write_data(path, copies=6):
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("finetune")
-    torch.manual_seed(0)  # else the weights follow from the tests before
+    torch.manual_seed(0)  # otherwise the weights depend on earlier tests
     make_model(folder / "encoder", decoder=False)
     make_model(folder / "decoder", decoder=True)
     (folder / "data").mkdir()
@@ -129,7 +129,7 @@ def test_padding_is_ignored_by_loss_and_metrics(folder, settings):
 
 def test_the_loss_ignores_the_prompt_and_includes_the_end_of_text(folder):
     recipe = recipe_of(folder, task="causal_lm")
-    tokenizer = finetune._tokenizer_of(recipe._model_folder())
+    tokenizer = finetune._load_tokenizer(recipe._model_folder())
     sample = {"text": "a hammer", "prompt": "use: "}
     batch = recipe.collate([sample])
     prompt, text = tokenizer("use: ").input_ids, tokenizer("a hammer").input_ids
@@ -202,7 +202,7 @@ def test_transformers_loads_the_export_of_a_full_model(tmp_path, folder, task):
     }[task]
     torch.testing.assert_close(logits_of(recipe, kind.from_pretrained(exported)), wanted)
     tokens = transformers.AutoTokenizer.from_pretrained(exported)("a saw").input_ids
-    assert tokens == finetune._tokenizer_of(recipe._model_folder())("a saw").input_ids
+    assert tokens == finetune._load_tokenizer(recipe._model_folder())("a saw").input_ids
     _, data_info, model = weights_of.load(exported)
     torch.testing.assert_close(logits_of(recipe, model), wanted)
     answer = recipe.predict(model, data_info, "an apple")
@@ -312,10 +312,8 @@ def export_sharded(configs: list[Config]) -> list[int]:
 
 
 @pytest.mark.slow
-def test_of_a_sharded_model_export_writes_what_it_writes_of_a_whole_one(
-    tmp_path, folder, monkeypatch
-):
-    """No rank builds a whole model for it, but where an adapter is merged into the weights."""
+def test_the_export_of_a_sharded_model_equals_that_of_a_whole_one(tmp_path, folder, monkeypatch):
+    """No rank builds a whole model for it, unless an adapter is merged into the weights."""
     weights_of = pytest.importorskip("my_project.weights")
     import transformers
     from peft import AutoPeftModelForSequenceClassification
@@ -346,9 +344,9 @@ def test_of_a_sharded_model_export_writes_what_it_writes_of_a_whole_one(
         others = {path.name for path in exported.iterdir() if "model" not in path.name}
         written = {path.name for path in expected.iterdir() if "model" not in path.name}
         assert others == written
-        # tokenizer.json says how the tokenizer was last called
+        # tokenizer.json records how the tokenizer was last called
         for file in written - EXPORTED - {"tokenizer.json"}:
-            # some lists of the adapter's settings are sets
+            # some settings of the adapter are sets, written as lists
             ours, theirs = (sorted((at / file).read_text()) for at in (exported, expected))
             assert ours == theirs, file
         classes = {"num_labels": 2} if name == "adapter" else {}
@@ -374,11 +372,11 @@ def test_the_frozen_weights_may_be_bfloat16(tmp_path, folder, monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:fan_in_fan_out")  # of peft, about GPT-2's layers
+@pytest.mark.filterwarnings("ignore:fan_in_fan_out")  # peft warns of GPT-2's layers
 @pytest.mark.parametrize("task", ["causal_lm", "classification"])
 @pytest.mark.parametrize("lora_rank", [0, 2])
 def test_activation_checkpointing_gives_the_same_gradients(folder, task, lora_rank):
-    """Also of a decoder, which must not keep keys and values of both forward passes."""
+    """Even for a decoder, which must not cache keys and values of both forward passes."""
     blocks = pytest.importorskip("my_project.blocks")
     gradients = []
     for checkpointed in (False, True):
@@ -396,7 +394,7 @@ def test_activation_checkpointing_gives_the_same_gradients(folder, task, lora_ra
         torch.testing.assert_close(one, other)
 
 
-# ---- data and models of the user's own ----------------------------------------------------------
+# ---- the user's own data and models -------------------------------------------------------------
 # datasets before 5.2 does not close a CSV file
 @pytest.mark.parametrize("name", ["dev_2", "Test", "eval.clean"])
 def test_files_are_held_out_by_their_names(tmp_path, folder, name):
@@ -441,7 +439,7 @@ def test_a_model_of_the_hub_comes_from_its_cache_and_the_adapter_names_it(
 
 @pytest.mark.slow
 def test_layers_missing_from_the_weights_are_saved_with_the_adapter(tmp_path, folder):
-    """Those of RoBERTa lack its head, which has two layers."""
+    """The weights of RoBERTa do not contain its head, which has two layers."""
     from transformers import AutoModelForMaskedLM, RobertaConfig
 
     shutil.copytree(folder / "encoder", tmp_path / "model")

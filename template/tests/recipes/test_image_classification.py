@@ -1,4 +1,4 @@
-"""The recipe image_classification: every kind of data, any model, and its card's accuracy."""
+"""The recipe image_classification: every kind of data, any model, and the accuracy on its card."""
 
 import json
 import re
@@ -53,7 +53,7 @@ def write_digit(path):
     Image.fromarray(pixels).save(path)
 
 
-def commands_of(path: Path) -> list[str]:
+def read_commands(path: Path) -> list[str]:
     """Read the commands in the comment at the head of a config, continuation lines joined."""
     commands = re.findall(r"(?m)^  ((?:.*\\\n)*.*)$", card(path))
     return [" ".join(command.replace("\\\n", " ").split()) for command in commands]
@@ -66,7 +66,7 @@ def test_a_wrong_data_path_is_named(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore")  # libraries' own, on reading images
+@pytest.mark.filterwarnings("ignore")  # libraries warn when they read images
 def test_your_own_images_are_read_as_the_document_says(tmp_path, monkeypatch):
     import datasets
 
@@ -106,9 +106,9 @@ def test_your_own_images_are_read_as_the_document_says(tmp_path, monkeypatch):
     [
         (["b", "a", "b"], ["b"], ["a", "b"], [1]),
         ([2, 0], [0, 1], ["0", "1", "2"], [0, 1]),
-        (["a"], ["c"], "holds c, but that of the training data only a", []),
-        (["a", None], ["a"], "holds None; give each image a class, a word or a number", []),
-        ([-1], [0], "holds -1; give each image a class", []),
+        (["a"], ["c"], "contains c, but the training data has only a", []),
+        (["a", None], ["a"], "contains None; the class of an image must be a word or a number", []),
+        ([-1], [0], "contains -1; the class of an image must be", []),
     ],
 )
 def test_labels_are_words_or_numbers(tmp_path, train_labels, validation_labels, classes, numbers):
@@ -133,7 +133,7 @@ def test_labels_are_words_or_numbers(tmp_path, train_labels, validation_labels, 
 
 @pytest.fixture
 def exported(tmp_path, monkeypatch):
-    """The default run, but of 4 steps, and a picture beside it, as the document has them."""
+    """Do the default run for 4 steps, and write picture.png; return the document's section."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "configs").symlink_to(PROJECT / "configs")
     command = "python -m my_project train configs/image_classification.yaml"
@@ -143,12 +143,12 @@ def exported(tmp_path, monkeypatch):
 
 
 def test_an_export_is_used_in_plain_torch_as_the_document_says(exported, tmp_path, capsys):
-    weights_of = pytest.importorskip("my_project.weights")
+    weight_files = pytest.importorskip("my_project.weights")
     after = exported.partition("### In plain torch")[2]
     (block,) = blocks(after.partition("### In transformers")[0], "python")
     capsys.readouterr()
     exec(block, {})
-    config, info, model = weights_of.load(tmp_path / "runs/image_classification/export")
+    config, info, model = weight_files.load(tmp_path / "runs/image_classification/export")
     answer = config.recipe.predict(model, info, "picture.png")  # type: ignore[attr-defined]
     assert capsys.readouterr().out == f"{answer}\n"
 
@@ -156,7 +156,7 @@ def test_an_export_is_used_in_plain_torch_as_the_document_says(exported, tmp_pat
 def test_the_commands_of_the_card_show_answers_and_classify_a_picture(exported):
     from PIL import Image
 
-    _, *predict = commands_of(PROJECT / "configs/image_classification.yaml")
+    _, *predict = read_commands(PROJECT / "configs/image_classification.yaml")
     shutil.copy("picture.png", "digit.png")
     sheet, answer = (predict_as_typed(command) for command in predict)
     assert re.fullmatch(r"\d \(probability [01]\.\d{3}\)\n", answer)
