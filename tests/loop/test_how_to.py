@@ -35,7 +35,7 @@ SHOWN = text_of(PAGE, "## What a run has learned")
 CONFIG = blocks(OWN, "yaml")[0]
 HOW_TO = sorted(path.stem for path in (PROJECT / "docs/how-to").glob("*.md"))
 CONSTANT = "--optim.schedule constant"  # so that fewer steps are a part of the same curve
-CLASS = r"(?m)^class (\w+)\((?:Table|Started)\)"
+CLASS = r"(?m)^class (\w+)\((?:Table|FromWeights)\)"
 
 
 def page_of(name: str) -> str:
@@ -141,13 +141,13 @@ def curve_of(run: Path) -> torch.Tensor:
 
 # ---- what shows that a page works ----------------------------------------------------------------
 def check_class_weights() -> None:
-    recipe = table().Weighed()
+    recipe = table().Weighted()
     model = recipe.build_model({"features": 2, "classes": ["lily", "rose"]})
     x, y = torch.randn(9, 2), torch.arange(9) % 2
     loss_sum, items = recipe.loss(model, (x, y), 0)
     mean = torch.nn.functional.cross_entropy(model(x), y, weight=torch.tensor([1.0, 3.0]))
     torch.testing.assert_close(loss_sum / items, mean)
-    assert "class_weights" not in weights(train_example("Weighed").folder / "export")
+    assert "class_weights" not in weights(train_example("Weighted").folder / "export")
 
 
 def check_freeze_layers() -> None:
@@ -156,11 +156,11 @@ def check_freeze_layers() -> None:
     before, after = weights(given / "export"), weights(frozen / "export")
     assert before["0.0.weight"].equal(after["0.0.weight"])
     assert not before["1.weight"].equal(after["1.weight"])
-    taught = train_example("Taught")
+    taught = train_example("Distilled")
     assert "0.teacher.0.weight" in weights(taught.folder / "export")
     losses = [record["loss"] for record in records(taught)]
     assert losses[-1] < losses[0]
-    model = table().Taught().build_model({"features": 2, "classes": ["lily", "rose"]}).train()
+    model = table().Distilled().build_model({"features": 2, "classes": ["lily", "rose"]}).train()
     assert model[0].training
     assert not any(module.training for module in model[0].teacher.modules())
 
@@ -190,7 +190,7 @@ def check_huggingface_stream() -> None:
 
 
 def check_image_at_evaluations() -> None:
-    run = train_example("Pictured")
+    run = train_example("WithPicture")
     assert records(run, "pictures")[-1]["pictures"][0].endswith("/plane.png")
     shown = predict_as_typed(f"python -m my_project predict {run.folder}")
     assert shown.endswith("/plane.png\n")
@@ -252,14 +252,14 @@ def check_pretokenized_shards() -> None:
     shards = np.split(text, [1000, 5000, 9129])
     for number, shard in enumerate(shards):
         shard.tofile(f"data/{number}.bin")
-    train, _ = table().Written().build_datasets({})
+    train, _ = table().NextToken().build_datasets({})
     expected = [
         shard[start : start + 65].tolist()
         for shard in shards[:3]
         for start in range(0, len(shard) - 64, 64)
     ]
     assert [window.tolist() for window in train] == expected
-    result = status(train_example("Written"))["result"]
+    result = status(train_example("NextToken"))["result"]
     assert result["validation/loss"] < 5, "by chance it were ln 256 = 5.5"
 
 
@@ -317,7 +317,7 @@ def check_spot() -> None:
 
 def check_start_from_weights() -> None:
     given = train_example("Table", "--steps 2").folder / "export"
-    started = train_example("Started", f"--optim.lr 0 --recipe.start {given}/model.safetensors")
+    started = train_example("FromWeights", f"--optim.lr 0 --recipe.start {given}/model.safetensors")
     after, before = weights(started.folder / "export"), weights(given)
     assert after["0.weight"].equal(before["0.weight"])
     assert not after["2.weight"].equal(before["2.weight"])
@@ -334,7 +334,7 @@ def check_state_in_a_buffer() -> None:
 
 
 def check_training_scalar() -> None:
-    accuracies = [record["train/accuracy"] for record in records(train_example("Counted"))]
+    accuracies = [record["train/accuracy"] for record in records(train_example("WithAccuracy"))]
     assert accuracies[0] < 0.75 < accuracies[-1]
 
 
@@ -380,7 +380,7 @@ def check_wandb_sweeps() -> None:
 
 
 def check_weighted_sampling() -> None:
-    data = table().Drawn("abc", [0, 1, 3])
+    data = table().WeightedSamples("abc", [0, 1, 3])
     drawn = [data[i] for i in range(4000)]
     assert drawn.count("a") == 0
     assert 2850 < drawn.count("c") < 3150
@@ -424,7 +424,7 @@ def test_the_metrics_of_the_document_are_measured(own):
     folder = own()
     (block,) = blocks(text_of(PAGE, "## What an evaluation measures"), "python")
     (folder / "recipes/table.py").write_text(f"{RECIPE}\n\n{block}")
-    result = status(train_example("Measured"))["result"]
+    result = status(train_example("WithMetrics"))["result"]
     assert result["validation/accuracy"] > 0.8
     assert result["validation/loss"] < 0.6
 
