@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import is_dataclass
+from functools import cache
 from pathlib import Path
 from types import UnionType
 from typing import IO, Any, TypeVar, get_args, get_origin, get_type_hints
@@ -118,6 +119,9 @@ def read_json(path: Path, *, follow: bool = False) -> dict[str, Any]:
     return content if isinstance(content, dict) else {}
 
 
+hints_of_fields = cache(get_type_hints)  # 0.1 ms for each class
+
+
 def from_object(kind: type[T], content: Any, *, is_strict: bool = True) -> T:
     """Return a dataclass with the fields that a JSON object has; unknown ones are left out.
 
@@ -130,7 +134,7 @@ def from_object(kind: type[T], content: Any, *, is_strict: bool = True) -> T:
         TypeError: it is not an object, or lacks a field that has no default.
     """
     fields = {}
-    for name, hint in get_type_hints(kind).items():
+    for name, hint in hints_of_fields(kind).items():
         if name in convert(content, dict):
             try:
                 fields[name] = convert(content[name], hint)

@@ -117,10 +117,15 @@ def local_folder(path: str) -> Path:
     return Path(path)
 
 
+def refresh(folder: Path) -> None:
+    """Make a network file system look up the files of a folder again."""
+    with suppress(OSError):
+        os.listdir(folder)
+
+
 def read_status(folder: Path) -> Status:
     """Read status.json."""
-    with suppress(OSError):
-        os.listdir(folder)  # makes a network file system refresh its cache
+    refresh(folder)
     return from_object(Status, read_json(folder / "status.json"), is_strict=False)
 
 

@@ -173,8 +173,9 @@ class Run:
     @property
     def is_current(self) -> bool:
         """Return whether no other launch has begun this run since, as far as this rank knows."""
-        self.status()  # makes a network file system refresh its cache
-        return self.token in ("", run_files.read_info(self.folder).launch or self.token)
+        run_files.refresh(self.folder)
+        launch = files.read_json(self.folder / "run.json").get("launch")  # quick: at each record
+        return self.token in ("", launch or self.token)
 
     def begin(self) -> str:
         """Begin the run: record config, versions and launch. Called by rank 0 only.

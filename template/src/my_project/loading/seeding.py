@@ -12,6 +12,7 @@ depends neither on the number of processes nor on where a run was resumed.
 import hashlib
 import random
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import pairwise
 from typing import Any, Literal
 
 import numpy as np
@@ -100,7 +101,7 @@ def keys_of(
     size = layout.global_batch_size
     slices = [layout.positions(layout.micro_batch(j, rank)) for j in range(layout.accumulation)]
     places = np.concatenate([np.arange(s.start, s.stop) for s in slices])  # in a global batch
-    ends = np.cumsum([len(s) for s in slices])[:-1]
+    bounds = [*pairwise(np.cumsum([0, *map(len, slices)]).tolist())]
     steps_per_epoch = samples // size
     step = steps.start
     while step < steps.stop:
@@ -108,9 +109,9 @@ def keys_of(
         last = min(batch + max(1, BLOCK // places.size), steps_per_epoch)
         last = min(last, batch + steps.stop - step)
         starts = np.arange(batch, last) * size
-        for row in permutation(samples, seed, epoch)(starts[:, None] + places):
-            for indices in np.split(row, ends):
-                yield [(epoch, index) for index in indices.tolist()]
+        for row in permutation(samples, seed, epoch)(starts[:, None] + places).tolist():
+            for begin, end in bounds:
+                yield [(epoch, index) for index in row[begin:end]]
         step += last - batch
 
 
