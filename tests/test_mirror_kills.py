@@ -65,8 +65,16 @@ def test_a_server_that_refuses_is_told_before_training(tmp_path, server):
     secret = "wrongsecret/with+signs=="
     environment = server.environment | {"AWS_SECRET_ACCESS_KEY": secret}
     missing = {"AWS_ENDPOINT_URL": "http://127.0.0.1:9"}
+    # boto takes an empty variable for none; HOME and the metadata of a machine may have others
+    without_keys = {
+        "AWS_ACCESS_KEY_ID": "",
+        "AWS_EC2_METADATA_DISABLED": "true",
+        "AWS_SHARED_CREDENTIALS_FILE": str(tmp_path / "none"),
+        "AWS_CONFIG_FILE": str(tmp_path / "none"),
+    }
     for name, env, url, code, said in (
         ("wrong-key", environment, server.url, 2, "checkpoints.mirror s3://"),
+        ("no-key", environment | without_keys, server.url, 2, "locate credentials. Set the"),
         ("no-bucket", server.environment, "s3://no-such-bucket", 1, "cannot be used"),
         ("no-server", server.environment | missing, server.url, 1, "cannot be used"),
     ):

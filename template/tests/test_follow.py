@@ -26,7 +26,7 @@ SETTINGS = {"checkpoints__every_steps": 2, "checkpoints__keep": 99, **averaged(0
 FIELDS = {"kind", "step", "epoch", "time", "seconds", "checkpoint", "weights", "host"}
 
 
-def follow_folder(folder: Path) -> int:
+def follow_folder(folder: Path | str) -> int:
     trusted = ["ragged.Ragged", "ragged.Deep"]
     arguments = argparse.Namespace(folder=str(folder), trust=trusted, json=True)
     return follow.follow_run(arguments, sys.stdout)
@@ -152,6 +152,17 @@ def test_a_damaged_checkpoint_is_named_and_passed_over(run, caplog):
     assert follow_folder(run.folder) == 0
     assert [line["step"] for line in lines(run)] == [2, 6]
     assert caplog.text.count("step_00000004 is passed over: model.safetensors is damaged") == 1
+
+
+def test_each_checkpoint_of_a_mirror_is_evaluated_one_copy_at_a_time(run, tmp_path, monkeypatch):
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "tmp"))
+    (tmp_path / "tmp").mkdir()
+    (checkpoints(run.folder)[1] / "model.safetensors").write_bytes(b"damaged")
+    for expected in ([2, 6], [2, 6]):  # nothing is evaluated again
+        assert follow_folder(f"file://{run.folder}") == 0
+        assert [line["step"] for line in lines(run)] == expected, "uploaded to the mirror"
+    copies = [*tmp_path.glob("tmp/**/manifest.json")]
+    assert len(copies) == 1
 
 
 def test_a_step_that_was_trained_again_is_evaluated_again(run, finished, tmp_path):

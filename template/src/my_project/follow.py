@@ -32,7 +32,7 @@ from .config import Config, ConfigError
 from .evaluate import evaluate
 from .files import FormatError, TransientError, finite, open_own
 from .manifest import read_manifest
-from .mirror.download import fetch_newest, send_evaluations
+from .mirror.download import fetch_next, send_evaluations
 from .process import world
 from .ranks import gather_on_main, on_main_then_broadcast
 from .run_files import checkpoints, local_folder, parse_record, read_info, read_status
@@ -111,8 +111,13 @@ def read_checkpoint(folder: Path) -> Checkpoint | None:
         raise
     except (OSError, ValueError):
         return None
-    digest = hashlib.sha256(json.dumps(manifest["files"], sort_keys=True).encode()).hexdigest()
-    return Checkpoint(folder=folder, step=manifest["step"], weights=digest[:16], version=version)
+    step, digest = manifest["step"], digest_files(manifest["files"])
+    return Checkpoint(folder=folder, step=step, weights=digest, version=version)
+
+
+def digest_files(hashes: dict[str, str]) -> str:
+    """Return a hash of the hashes of a checkpoint's files."""
+    return hashlib.sha256(json.dumps(hashes, sort_keys=True).encode()).hexdigest()[:16]
 
 
 def load_together(accelerator: Accelerator, checkpoint: Checkpoint, model: nn.Module) -> str:
@@ -150,6 +155,7 @@ class Evaluations:
     run: Path
     config: Config
     done: set[str] = field(default_factory=set)  # Checkpoint.weights
+    fetched: set[str] = field(default_factory=set)  # Checkpoint.weights, also of damaged ones
     settled: set[Version] = field(default_factory=set)  # not to be read again
     file: IO[bytes] = field(init=False)  # on rank 0
 
@@ -198,7 +204,9 @@ class Evaluations:
         Raises:
             TransientError: the run was started over, so its config may be another one.
         """
-        fetch_newest(self.given)  # from a mirror
+        fetch_next(
+            self.given, lambda hashes: digest_files(hashes) not in self.done
+        )  # from a mirror
         is_here = False
         with suppress(OSError):
             is_here = os.path.samefile(self.path, self.file.fileno())
@@ -217,6 +225,12 @@ class Evaluations:
                 if checkpoint:
                     self.settled.add(checkpoint.version)
         return None, is_finished
+
+    def _is_new(self, hashes: dict[str, str]) -> bool:
+        """Return whether a checkpoint was neither evaluated nor asked for before."""
+        is_new = (digest := digest_files(hashes)) not in self.done | self.fetched
+        self.fetched.add(digest)
+        return is_new
 
     def note(
         self, checkpoint: Checkpoint, problem: str, values: dict[str, float], seconds: float

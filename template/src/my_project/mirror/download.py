@@ -215,11 +215,12 @@ def in_every_folder(accelerator: Accelerator, run: Run, candidates: list[Path]) 
     )
 
 
-def local_copy(path: str) -> Path:
+def local_copy(path: str, only: int | None = None) -> Path:
     """Copy what is at a URL into a temporary folder; return its path there.
 
     Args:
         path: the URL of a run in its mirror, of its best/ or export/, or of a checkpoint.
+        only: the step of the only checkpoint that is needed; -1: none is.
 
     Raises:
         ConfigError: there is no run at the URL.
@@ -230,23 +231,36 @@ def local_copy(path: str) -> Path:
     digest = hashlib.sha256(url.encode()).hexdigest()[:16]
     folder = temporary_folder() / digest / url.rpartition("/")[2]
     folder.parent.mkdir(exist_ok=True)
-    fetch_in_turn(store, folder, is_copy=True, only=int(step) if step else None)
+    fetch_in_turn(store, folder, is_copy=True, only=int(step) if step else only)
     if not (folder / "run.json").is_file():
         raise ConfigError(f"there is no run at {url}: give the URL of its folder in the mirror.")
     return folder / (below or "")
 
 
-def fetch_newest(given: str) -> None:
-    """Fetch the newest checkpoint of the run at a URL, and remove those that were fetched before.
+def fetch_next(given: str, is_wanted: Callable[[dict[str, str]], bool]) -> None:
+    """Fetch the oldest wanted checkpoint of the run at a URL, and remove the others from the copy.
 
     Args:
         given: the URL; nothing is done for a path.
+        is_wanted: gets the hashes of a checkpoint's files, by name.
     """
     from ..checkpoint.resuming import remove
 
-    if "://" in given:
-        for folder in checkpoints(local_copy(given))[:-1]:
-            remove(folder)
+    if "://" not in given:
+        return
+    store, run = Store(given), local_copy(given, only=-1)
+    with store_needed(store):
+        for step in complete_steps(store.names()):
+            name = checkpoint_name(step)
+            manifest = store.read_json(f"{name}/manifest.json").get("manifest", {})
+            if not is_wanted(manifest.get("files")):
+                continue
+            local_copy(given, only=step)
+            if (run / name).exists():  # intact, and not removed meanwhile
+                for folder in checkpoints(run):
+                    if folder != run / name:
+                        remove(folder)
+                return
 
 
 def send_evaluations(given: str, path: Path) -> None:

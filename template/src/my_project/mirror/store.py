@@ -14,6 +14,7 @@ import json
 import os
 import re
 import shutil
+import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
@@ -77,7 +78,8 @@ class Store:
                 raise
             # the exceptions of botocore, aiohttp and others have no common class
             text = " ".join(str(error).split()) or type(error).__name__
-            kind = PermissionError if isinstance(error, PermissionError) else OSError
+            refused = (PermissionError, *credential_errors())
+            kind = PermissionError if isinstance(error, refused) else OSError
             raise kind(f"{self.url}: {mask(text)}") from error
 
     def names(self, below: str = "") -> list[str]:
@@ -250,6 +252,15 @@ def is_part_of(file: IO[bytes], part: Part) -> bool:
 def url_of(config: Config) -> str:
     """Return the URL of a run in its mirror."""
     return f"{config.checkpoints.mirror}".rstrip("/") + f"/{config.run_name}"
+
+
+def credential_errors() -> tuple[type[Exception], ...]:
+    """Return the exceptions for missing credentials, of those libraries that are imported."""
+    names = {
+        "botocore.exceptions": "NoCredentialsError",
+        "google.auth.exceptions": "DefaultCredentialsError",
+    }
+    return tuple(getattr(sys.modules[m], name) for m, name in names.items() if m in sys.modules)
 
 
 @contextmanager
