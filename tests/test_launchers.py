@@ -539,7 +539,7 @@ def test_preflight_passes_on_two_hosts_and_then_the_run_starts(hosts):
     [
         ("rank", ["node 1 of 2 did not connect",
                   "host0 must be an address of node 0, which is host1"]),
-        ("interface", ["host0 (veth0 10.77.0.1) does not reach host1 (inner0 10.99.0.1)"] * 2),
+        ("interface", ["host0 (veth0 10.77.0.1) cannot reach host1 (inner0 10.99.0.1)"] * 2),
         ("cable", [f"node 1 of 2 did not connect to host0 within {JOIN:g} s; connected: 0 (host0)",
                    f"node 0 did not answer at host0:29500 within {JOIN:g} s"]),
     ],

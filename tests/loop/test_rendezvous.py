@@ -211,7 +211,7 @@ def test_processes_that_have_waited_start_again_only_if_a_node_has_left():
     with started(*map(elastic, range(3))) as (_, everyone, pool):
         for said in meet_again(pool, everyone, *waited, elastic(1)):
             assert said.startswith(
-                "processes on host2 have waited for others, but no node has left"
+                "processes on host2 stalled waiting for other ranks, but no node has left"
             )
     with started(*map(elastic, range(3))) as (_, everyone, pool):
         everyone[1].close()
@@ -285,7 +285,10 @@ def test_without_min_machines_no_run_makes_room():
         ({"world_size": 9}, "host1 was started with --num_processes 9"),
         ({"min_nodes": 1}, "host1 was started with --min_machines 1"),
         ({"nodes": 4}, "host1 was started with --num_machines 4"),
-        ({"code": "beef"}, "the code on host1 (hash beef) is not that on host0 (abcd): give both"),
+        (
+            {"code": "beef"},
+            "the code on host1 (hash beef) differs from that on host0 (abcd): give both",
+        ),
     ],
 )
 def test_a_newcomer_that_does_not_fit_is_refused_and_disturbs_nobody(wrong, sentence):
@@ -397,23 +400,26 @@ def test_a_node_0_that_lacks_the_address_of_node_0_says_so(capsys):
     for address in ("127.0.0.1", "192.0.2.1", "no-such-host.invalid"):
         with pytest.raises(ConfigError):
             join(node(0), free_port(), 0.1, address)
-        said[address] = "was started as node 0, but has no address" in capsys.readouterr().out
+        said[address] = "was started as node 0, but --main_process_ip" in capsys.readouterr().out
     assert said == {"127.0.0.1": False, "192.0.2.1": True, "no-such-host.invalid": False}
 
 
 def test_what_another_node_says_of_itself_does_not_control_the_terminal():
     message = asdict(node(1)) | {"host": "\x1b]0;x\x07host", "run": "\x1b[2J"}
-    known = meeting.received(message)
+    known = meeting.parse_node(message)
     assert (known.host, known.run) == ("?]0;x?host", "?[2J")
 
 
 @pytest.mark.parametrize(
     ("other", "sentence"),
     [
-        ({"nodes": 3}, "host1 was started with --num_machines 3, host0 with 2: give every node"),
+        ({"nodes": 3}, "host1 was started with --num_machines 3, host0 with 2: give all nodes"),
         ({"world_size": 16}, "host1 was started with --num_processes 16, host0 with 4"),
         ({"run": "other"}, "host1 was started with -m other, host0 with train"),
-        ({"code": "beef"}, "the code on host1 (hash beef) is not that on host0 (abcd): give both"),
+        (
+            {"code": "beef"},
+            "the code on host1 (hash beef) differs from that on host0 (abcd): give both",
+        ),
     ],
 )
 def test_nodes_with_different_arguments_or_code_are_refused(other, sentence):
@@ -426,7 +432,7 @@ def test_a_node_that_others_cannot_reach_is_named(least):
     """192.0.2.1 is reserved for documentation, so no host answers."""
     unreachable = node(1, 2, ip="192.0.2.1", interface="eth7", min_nodes=least)
     for said in meet(node(0, 2, min_nodes=least), unreachable):
-        assert "1: host0 (lo 127.0.0.1) does not reach host1 (eth7 192.0.2.1)" in said
+        assert "1: host0 (lo 127.0.0.1) cannot reach host1 (eth7 192.0.2.1)" in said
         assert "GLOO_SOCKET_IFNAME" in said
 
 
