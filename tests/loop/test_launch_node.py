@@ -384,8 +384,8 @@ KILLED, CRASHED = -signal.SIGKILL, -signal.SIGSEGV
 @pytest.mark.parametrize(
     ("ends", "refusals"),
     [
-        # three times in vain; a new step in between allows three more
-        ([(5, "lost contact", KILLED)] * 4, ["", "", "", "3 restarts have brought no new step"]),
+        # three restarts without a new step; a new step in between allows three more
+        ([(5, "lost contact", KILLED)] * 4, ["", "", "", "3 restarts without a new step"]),
         ([(step, "lost contact", KILLED) for step in range(5)], [""] * 5),
         ([(5, "exception", 1)], ["the error would repeat"]),
         ([(5, "setting", 2)], ["the error would repeat"]),

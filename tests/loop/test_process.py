@@ -150,7 +150,7 @@ def test_a_signal_while_a_process_starts_reaches_it_and_nohup_holds(before):
     )
     assert (threads, has_own_session) == ("3", "True")
     assert (code, stopped) == (str(-signal.SIGTERM), "True")
-    assert said[:3] == ["SIGTERM:", "stopping;", "a"]
+    assert said[:3] == ["SIGTERM:", "stopping;", "the"]
     assert int(blocked, 16) == 0
     assert bool(int(ignored, 16) & 1 << signal.SIGHUP - 1) == (before == ["nohup"])
 
@@ -336,7 +336,7 @@ def test_gpus_are_counted_without_a_thread_that_would_stay(monkeypatch):
 
     monkeypatch.setattr(workers, "threads", lambda: ["the main one"])  # a test has others
     before = threading.active_count()
-    assert workers.in_a_child(as_nvml_does) == 2
+    assert workers.count_in_child(as_nvml_does) == 2
     assert threading.active_count() == before
 
 

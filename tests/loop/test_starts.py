@@ -194,7 +194,7 @@ def test_a_run_is_started_again_only_where_it_can_get_further(
     append(tmp_path / "starts.jsonl", *lines)
     if began >= 0:
         save(tmp_path, began)
-    at_the_start = attempts.marks(tmp_path)
+    at_the_start = attempts.steps_at_launches(tmp_path)
     assert at_the_start == [*marks, began], "a restart in place belongs to its launch"
     if newest > began:
         save(tmp_path, newest)
