@@ -54,7 +54,7 @@ def test_a_note_is_a_sentence_of_its_own(message):
     error = ValueError(message)
     error.add_note("This was lane 0 of the stream.")
     wanted = "ValueError: no such shard. This was lane 0 of the stream."
-    assert failures.reason_of(error) == wanted
+    assert failures.exception_reason(error) == wanted
 
 
 KINDS = {

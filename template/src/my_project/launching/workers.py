@@ -62,7 +62,7 @@ class Workers:
             self.stop_signal, self.stop_signal_time = signal.Signals(number).name, time.time()
             self._stopped_at = time.monotonic()
             message = STOPPING if self.running else NOTHING_RUNS if self._may_raise else ENDING
-            with suppress(OSError):  # a closed terminal; not print, which may have been interrupted
+            with suppress(OSError):  # a closed terminal; the signal may have interrupted a print
                 os.write(1, f"\n{self.stop_signal}: {message}\n".encode())
             if self._may_raise:
                 raise SystemExit(PREEMPTED)
