@@ -136,10 +136,10 @@ def first_failure(failures: list[Failure]) -> Failure | None:
     failures = sorted(failures, key=lambda failure: failure.time)
     roots = [failure for failure in failures if failure.cause not in CONSEQUENCES]
     roots.sort(key=lambda failure: (failure.cause == "stopped", bool(failure.loss_is_finite)))
-    return next(iter(roots or late_failures(failures) or failures), None)
+    return next(iter(roots or late(failures) or failures), None)
 
 
-def late_failures(failures: list[Failure]) -> list[Failure]:
+def late(failures: list[Failure]) -> list[Failure]:
     """Return the failures of ranks that went on after others had given up waiting for them.
 
     Such a rank was suspended or cut off: it lost contact after more time without progress than its
