@@ -39,7 +39,7 @@ from ..run_files import (
 CAUSES = ("lost contact", "lost node", "device error")
 HOST_CAUSES = ("lost node", "device error")  # a scheduler can avoid them by leaving out the host
 # How long the other processes are waited for, once one has ended.
-REPORT_SECONDS = 5.0  # it was ended by a signal: the others may report more
+REPORT_SECONDS = 5.0  # it was ended by a signal, and no restart follows: the others may report
 EXIT_SECONDS = 1.0  # it has exited, and reported why
 SAVE_SECONDS = 10.0  # a checkpoint is being written
 STUCK_LAUNCHES = 3  # after so many launches without a newer checkpoint, the scheduler gives up
@@ -158,8 +158,8 @@ class Starts:
             self._stuck_restarts = 0
         self._saved_step = saved_step
         self._reported_step = max(self._reported_step, reported_step)
-        # a restart with a smaller micro-batch does not count: it is not the same try once more, and
-        # sizes reach 1
+        # a restart with a smaller micro-batch does not count: it is not the same attempt again, and
+        # sizes cannot fall below 1
         self._stuck_restarts -= bool(first and first.next_micro_batch_size and self.limit)
         if self._stuck_restarts >= self.limit:
             return f"{self.limit} restarts without a new step"
@@ -171,7 +171,7 @@ class Starts:
     def begin(self) -> None:
         """Prepare the line of a start, which is written once the start has begun the run.
 
-        Before that, --resume never has not yet moved the old run folder aside.
+        Until then, --resume never may not have moved the old run folder aside.
         """
         if self.about:
             line = {"event": "start", "id": self.id, "launch": self.launch, "attempt": self.count}
