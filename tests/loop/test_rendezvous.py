@@ -69,13 +69,11 @@ def told(others: OtherNodes) -> bool:
 def test_all_nodes_know_each_other_and_a_failure_reaches_all():
     third, first, *others = meet(*(node(rank, 4, start=f"of_{rank}.0") for rank in (3, 0, 1, 2)))
     others.append(third)
-    for launcher in (first, *others):
-        assert launcher.members[0].start == "of_0.0"
-        assert [member.rank for member in launcher.members] == [0, 1, 2, 3]
-        assert watched(launcher) == (
-            ["host1", "host2", "host3"] if launcher is first else ["host0"]
-        )
-        assert not launcher.have_failed
+    for peers in (first, *others):
+        assert peers.members[0].start == "of_0.0"
+        assert [member.rank for member in peers.members] == [0, 1, 2, 3]
+        assert watched(peers) == (["host1", "host2", "host3"] if peers is first else ["host0"])
+        assert not peers.have_failed
     others[0].close()
     assert not wait_until(lambda: first.have_failed, 0.5)
     others[1].tell_failure()

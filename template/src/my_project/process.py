@@ -171,10 +171,8 @@ def never_fail_to_print() -> None:
         if type(stream) is io.TextIOWrapper:  # a test or a notebook may have replaced it
             # unbuffered: a buffer that is interrupted by a signal would be written again
             raw: Any = _DroppingFile(stream.fileno(), "w", closefd=False)
-            text = io.TextIOWrapper(
-                raw, encoding=stream.encoding, errors="backslashreplace", line_buffering=True
-            )
-            setattr(sys, name, text)
+            options: Any = {"encoding": stream.encoding, "errors": "backslashreplace"}
+            setattr(sys, name, io.TextIOWrapper(raw, **options, line_buffering=True))
 
 
 class CopiedStream:

@@ -105,18 +105,15 @@ class Watchdog:
 
     def _run(self) -> None:
         with closing(LastResort(self.run.rank)) as last_resort:
-            self._watch(last_resort)
-
-    def _watch(self, last_resort: LastResort) -> None:
-        waited, interval, before = 0.0, min(1.0, self.short / 4), self.run.progress_time
-        while not self._ended.wait(interval):
-            progress_time = self.run.progress_time
-            has_progress, before = progress_time != before, progress_time
-            waited = 0.0 if has_progress or is_in_debugger() else waited + interval
-            limit = self.short if self.run.is_stepping else self.long
-            last_resort.set(limit + HELD_SECONDS)
-            if waited >= limit:
-                self._abort(waited)
+            waited, interval, before = 0.0, min(1.0, self.short / 4), self.run.progress_time
+            while not self._ended.wait(interval):
+                progress_time = self.run.progress_time
+                has_progress, before = progress_time != before, progress_time
+                waited = 0.0 if has_progress or is_in_debugger() else waited + interval
+                limit = self.short if self.run.is_stepping else self.long
+                last_resort.set(limit + HELD_SECONDS)
+                if waited >= limit:
+                    self._abort(waited)
 
     def _abort(self, waited: float) -> None:
         main = sys._current_frames()[threading.main_thread().ident or 0]
@@ -131,11 +128,8 @@ class Watchdog:
             frames=frames,
             details=stacks(),
         )
-        print(
-            f"{process_name()}: {failure.reason}\n{failure.details}",
-            file=sys.__stderr__,
-            flush=True,
-        )
+        report = f"{process_name()}: {failure.reason}\n{failure.details}"
+        print(report, file=sys.__stderr__, flush=True)
         failure = self.run.record_error(failure)
         save_nccl_trace(self.run)
         self.run.fail(failure)

@@ -217,9 +217,7 @@ def parse(arguments: list[str]) -> Launch:
     own, flags = _parser().parse_known_args(arguments[:split])
     module, *module_arguments = arguments[split + 1 :] or [""]
     if module not in (TRAIN, PREFLIGHT):
-        raise ConfigError(
-            f"add -m {TRAIN} after the options; accelerate launch starts other modules."
-        )
+        raise ConfigError(f"add -m {TRAIN} after the options; accelerate launch runs the others.")
     if "--preflight" in module_arguments:  # the scripts in launch/ put it there
         own.preflight = True
         module_arguments.remove("--preflight")
@@ -402,16 +400,15 @@ def fit_mesh(options: argparse.Namespace, flags: Sequence[str]) -> None:
 def _parser() -> argparse.ArgumentParser:
     parser = make_parser(__doc__)
     parser.add_argument("--preflight", action="store_true", help="check the cluster first")
-    help_text = "how long to wait for the other nodes"
-    parser.add_argument("--join_timeout_seconds", type=float, default=600, help=help_text)
-    help_text = "number of nodes with which the run goes on while others are lost"
-    parser.add_argument("--min_machines", type=int, default=0, help=help_text)
-    help_text = "seconds to wait for a new node 0 when it is lost; 0: the run ends"
-    parser.add_argument("--wait_for_node_0", type=float, default=0, help=help_text)
-    help_text = "seconds without an answer from its host, after which a node is lost"
-    parser.add_argument("--lost_node_seconds", type=float, default=30, help=help_text)
-    help_text = "restarts in place without a new step in between"
-    parser.add_argument("--max_restarts", type=int, default=RESTARTS, help=help_text)
+    options = {
+        "join_timeout_seconds": (600.0, "how long to wait for the other nodes"),
+        "min_machines": (0, "number of nodes with which the run goes on while others are lost"),
+        "wait_for_node_0": (0.0, "seconds to wait for a new node 0 if it is lost; 0: end the run"),
+        "lost_node_seconds": (30.0, "seconds without an answer from its host until a node is lost"),
+        "max_restarts": (RESTARTS, "restarts in place without a new step in between"),
+    }
+    for name, (default, help_text) in options.items():
+        parser.add_argument(f"--{name}", type=type(default), default=default, help=help_text)
     help_text = "75 also after an error with a newer checkpoint; 1 after three launches without one"
     parser.add_argument("--requeue", action="store_true", help=help_text)
     return parser

@@ -326,8 +326,8 @@ class OtherNodes:
                 self._end_if_saved(me, chosen, has_changed=launchers != before)
             self._problem = (
                 self._problem
-                or self._missing_problem(me, chosen, seconds)
-                or self._waiting_problem(me, chosen, before)
+                or self._missing_problem(chosen, seconds)
+                or self._waiting_problem(chosen, before)
             )
             # a node that does not answer is left out if enough others have joined
             if self._problem or self._probe_all(me, chosen):
@@ -370,11 +370,9 @@ class OtherNodes:
         self.close(PREEMPTED)
         raise RunHasEnded(PREEMPTED)
 
-    def _waiting_problem(
-        self, me: Node, chosen: "list[_Connection]", before: set[str]
-    ) -> ConfigError | None:
+    def _waiting_problem(self, chosen: "list[_Connection]", before: set[str]) -> ConfigError | None:
         """Return why processes that stalled while they waited for other ranks are not restarted."""
-        now = {node.launcher: node for node in (me, *(peer.node for peer in chosen))}
+        now = {node.launcher: node for node in (self._me, *(peer.node for peer in chosen))}
         waited = [n.host for name, n in now.items() if n.has_waited and name in before]
         if not waited or before - now.keys():
             return None
@@ -428,10 +426,9 @@ class OtherNodes:
         ranks = [str(rank) for rank in range(1, me.nodes) if rank not in joined]
         return f"node{'s' * (len(ranks) > 1)} {', '.join(ranks)} of {me.nodes}"
 
-    def _missing_problem(
-        self, me: Node, chosen: "list[_Connection]", seconds: float
-    ) -> TransientError | None:
+    def _missing_problem(self, chosen: "list[_Connection]", seconds: float) -> ConfigError | None:
         """Return an error with the missing nodes if there are too few; None otherwise."""
+        me = self._me
         if 1 + len(chosen) >= me.required_nodes:
             return None
         names = ", ".join(f"{n.rank} ({n.host})" for n in (me, *(peer.node for peer in chosen)))
@@ -475,10 +472,10 @@ class OtherNodes:
 
     def _probe_all(self, me: Node, chosen: "list[_Connection]") -> bool:
         """Have all nodes connect to each other; return False to retry without silent nodes."""
-        failures, silent = self._probes(me, chosen)
+        failures, silent = self._probes(chosen)
         if failures and not silent and me.min_nodes:
             # a node that left after its own probes does not answer a second time
-            failures, silent = self._probes(me, chosen)
+            failures, silent = self._probes(chosen)
         if silent and 1 + len(chosen) - len(silent) >= me.required_nodes:
             for connection in silent:
                 self._connections.remove(connection)
@@ -493,14 +490,12 @@ class OtherNodes:
             )
         return True
 
-    def _probes(
-        self, me: Node, chosen: "list[_Connection]"
-    ) -> "tuple[list[str], list[_Connection]]":
+    def _probes(self, chosen: "list[_Connection]") -> "tuple[list[str], list[_Connection]]":
         """Return messages about failed connections between nodes, and nodes without an answer."""
-        nodes = [asdict(me), *(asdict(peer.node) for peer in chosen)]
+        nodes = [asdict(self._me), *(asdict(peer.node) for peer in chosen)]
         for connection in chosen:
             connection.send({"nodes": nodes})
-        failures, silent = _probe(me, nodes), []
+        failures, silent = _probe(self._me, nodes), []
         deadline = time.monotonic() + 6 * CONNECT_SECONDS  # for all nodes together
         for connection in chosen:
             try:

@@ -87,9 +87,7 @@ def choose(options: argparse.Namespace, batches: BatchesConfig) -> tuple[Path, i
     limit = max_processes(batches)
     processes = options.num_processes or max(1, min(gpus, limit))
     if not options.num_processes and gpus > limit:
-        print(
-            f"uses {processes} of {gpus} GPUs: a global batch has {limit} micro-batches", flush=True
-        )
+        print(f"{processes} of {gpus} GPUs: a global batch has {limit} micro-batches", flush=True)
     if not options.where:
         names = ("gpu", "multi_gpu") if gpus else ("cpu", "cpu_2_processes")
         path = find_where(names[processes > 1])

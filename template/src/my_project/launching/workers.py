@@ -134,9 +134,7 @@ class Workers:
             kill_all(self.running)
             self.running = []
 
-    def _wait(
-        self, ranks: list[int], may_kill: Callable, phase: Callable[[], str]
-    ) -> dict[int, int]:
+    def _wait(self, ranks: list[int], may_kill: Callable, phase: Callable) -> dict[int, int]:
         failed_at = float("inf")
         ended: dict[int, int] = {}
         while True:
