@@ -182,7 +182,7 @@ def test_slurm_queues_a_stopped_job_again_until_it_has_the_right_weights(hosts, 
     hosts.wait_for(lambda: ended(slurm, job, "COMPLETED"))
     shown = slurm.output(job)
     assert shown.count(f"requeueing job {job}") == int(slurm.about(job)["Restarts"]) == 2
-    assert shown.count("to be started again: the newest checkpoint is of step ") == 2
+    assert shown.count("to be started again: the newest checkpoint is at step ") == 2
     assert shown.count("node 0 of 2 (host0, veth0)") == 3
     hosts.assert_finished_with_the_right_weights(220)
 
@@ -202,7 +202,7 @@ def test_slurm_requeues_a_failed_job_that_gains_never_a_wrong_setting(hosts, slu
     assert re.search(again, shown), shown
     assert "host1 does not start its processes again: the error would repeat" in shown
     first, second = shown.split(f"requeueing job {job}\n")
-    newest = "the newest checkpoint is of step 100"
+    newest = "the newest checkpoint is at step 100"
     assert f"to be started again: {newest}" in first
     assert f"not to be started again: {newest}; launches that wrote no newer one: 1" in second
     assert f"job {job} is not requeued: exit code 1" in second
@@ -539,7 +539,7 @@ def test_preflight_passes_on_two_hosts_and_then_the_run_starts(hosts):
     [
         ("rank", ["node 1 of 2 did not connect",
                   "host0 must be an address of node 0, which is host1"]),
-        ("interface", ["host0 (veth0 10.77.0.1) does not reach host1 (inner0 10.99.0.1)"] * 2),
+        ("interface", ["host0 (veth0 10.77.0.1) cannot reach host1 (inner0 10.99.0.1)"] * 2),
         ("cable", [f"node 1 of 2 did not connect to host0 within {JOIN:g} s; connected: 0 (host0)",
                    f"node 0 did not answer at host0:29500 within {JOIN:g} s"]),
     ],

@@ -1,4 +1,4 @@
-"""Through the real launcher: what a user sees when a run succeeds, and when it fails."""
+"""Through the real launchers: what a user sees when a run succeeds, fails, stops or is killed."""
 
 import json
 import os
@@ -39,7 +39,7 @@ def launch(
     launcher: str = "accelerate.commands.launch",
     where: str = "cpu_2_processes",
 ) -> Iterator[subprocess.Popen]:
-    """Start a run; at the end, all its processes must be gone."""
+    """Start a run; check at the end that all of its processes have exited."""
     (folder / "tiny.yaml").write_text(CONFIG)
     mark = uuid.uuid4().hex
     config = ["--config_file", str(PROJECT / f"accelerate_configs/{where}.yaml")] * bool(where)
@@ -56,7 +56,7 @@ def launch(
         deadline = time.monotonic() + 600
         while (left := processes_with(mark)) and time.monotonic() < deadline:
             time.sleep(0.2)
-        assert not left, f"still there: {left}"
+        assert not left, f"still running: {left}"
     finally:
         for pid in processes_with(mark):
             os.kill(pid, signal.SIGKILL)
@@ -129,7 +129,7 @@ def test_an_exception_on_one_rank_ends_all_and_names_it(tmp_path):
 
 
 def wait_for_steps(folder: Path, steps: int, run: subprocess.Popen | None = None) -> None:
-    """Wait until a run has taken that many steps; fail if its process, if given, ends first."""
+    """Wait until a run has taken so many steps; fail if its process, if given, ends before."""
 
     def has_them_or_ended() -> bool:
         return steps_done(folder) >= steps or bool(run and run.poll() is not None)
@@ -152,12 +152,12 @@ def workers(launcher: int) -> dict[int, int]:
 @pytest.mark.slow
 @pytest.mark.timeout(900)  # five starts
 def test_a_signal_saves_and_leaves_and_the_same_command_continues(tmp_path, monkeypatch):
-    # without it SIGUSR1 kills the launcher and leaves its workers behind
+    # without this variable SIGUSR1 kills torchrun, and leaves its workers behind
     monkeypatch.setenv("PET_SIGNALS_TO_HANDLE", "SIGTERM,SIGINT,SIGUSR1")
     saved: list[str] = []
     for name, to, launcher in (
         ("SIGUSR1", "launcher", "accelerate.commands.launch"),
-        ("SIGINT", "all", "accelerate.commands.launch"),  # as a terminal does at Ctrl-C
+        ("SIGINT", "all", "accelerate.commands.launch"),  # as Ctrl-C in a terminal does
         ("SIGUSR1", "launcher", "my_project.launch"),
         ("SIGTERM", "worker", "my_project.launch"),
     ):

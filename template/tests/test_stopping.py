@@ -1,4 +1,4 @@
-"""Signals, hangs and failures: every process exits in time, and one place says why."""
+"""Signals, hangs and failures: every process exits in time, and the status says why."""
 
 import json
 import os
@@ -26,13 +26,13 @@ HERE = socket.gethostname()
 
 
 def errors(config: Config) -> dict[int, str]:
-    """Return the text of each file in errors/ by rank."""
-    reports = {}
+    """Return the content of the error files as text, by rank."""
+    texts = {}
     for path in sorted((config.folder / "errors").glob("*.json")):
         error = json.loads(path.read_text())
         head = f"rank {error['rank']} on {error['host']}, step {error['step']}\n"
-        reports[error["rank"]] = f"{head}{error['reason']}\n{error['details']}"
-    return reports
+        texts[error["rank"]] = f"{head}{error['reason']}\n{error['details']}"
+    return texts
 
 
 def first_of(config: Config) -> Failure:
@@ -43,7 +43,7 @@ def first_of(config: Config) -> Failure:
 
 
 def fails(config: Config, processes: int = 2) -> str:
-    """Run a world that fails, and return its error; all processes must end soon after the first."""
+    """Run processes that fail; all of them must exit soon after the first."""
     world = World(processes, train, config)
     with pytest.raises(RuntimeError) as failure:
         world.results(60)
@@ -159,7 +159,7 @@ def children(pid: int) -> list[int]:
 
 @pytest.mark.parametrize("name", quick(1, ["SIGTERM", "SIGUSR1", "SIGINT", "SIGHUP"]))
 def test_a_signal_to_one_process_and_to_all_loader_workers(tmp_path, name):
-    """A scheduler sends it to all processes together, loader workers included."""
+    """A scheduler sends its signal to all processes together, loader workers included."""
     config = make_config(tmp_path, steps=5000, batches__workers=1)
     with closing(World(2, train, config)) as world:
         wait_for_records(config, 3)
@@ -185,7 +185,7 @@ def signals_of_a_loader_worker() -> list[bool]:
 
 
 def test_loader_workers_that_inherit_no_handler_ignore_signals_too():
-    """Workers that are spawned, not forked."""
+    """These workers are spawned, not forked."""
     assert run_world(1, signals_of_a_loader_worker) == [[True, True, True]]
 
 
@@ -209,8 +209,8 @@ def test_a_second_signal_exits_immediately_unless_it_follows_too_soon(tmp_path):
     assert not (config.folder / "checkpoints").exists()
 
 
-def test_the_first_signal_after_stop_after_is_not_a_second_one(tmp_path):
-    """The clock tells the run to stop, and then the scheduler does."""
+def test_the_first_signal_after_stop_after_is_no_second_one(tmp_path):
+    """The run is told to stop by stop_after, and then by the scheduler."""
     config = make_config(tmp_path, stop_after="0s")
     assert run_world(1, train, interrupted_at(config, 1, rank=0)) == [75]
     assert status(config)["reason"] == "stop_after 0s has elapsed"
@@ -226,11 +226,11 @@ def test_stop_after_counts_from_the_process_start_by_a_monotonic_clock(monkeypat
     config = make_config(TESTS, stop_after="1h")
     stop = stopping.StopRequest(config)
     monkeypatch.setattr(time, "time", lambda: 1e12)
-    assert not stop.requested, "the wall clock was changed"
+    assert not stop.requested, "a changed clock does not count"
     monkeypatch.undo()
     assert not stop.requested
     monkeypatch.setattr("psutil.Process.create_time", lambda _: time.time() - 3601)
-    assert stopping.StopRequest(config).requested, "an hour ago"
+    assert stopping.StopRequest(config).requested, "the process started an hour ago"
 
 
 def test_durations():

@@ -1,4 +1,4 @@
-"""The attempts of a launch: what continues, what is ended, what is said, however it is started."""
+"""The attempts of a launch, under every launcher: what continues, what ends, what is printed."""
 
 import errno
 import itertools
@@ -55,7 +55,7 @@ def in_job(job: str, restarts: str) -> dict[str, str]:
         (by_torchrun("a", 0), by_torchrun("b", 1), False),
         (by_torchrun("", 0), by_torchrun("", 1), True),  # --log_dir /dev/null
         (by_torchrun("", 1), by_torchrun("", 1), False),
-        # requeued; another command in a job that was; a job that did not begin this run
+        # a requeued job; another command in a requeued job; a job that did not begin this run
         (in_place("a", 2, **in_job("5", "")), in_place("b", 0, **in_job("5", "1")), True),
         (in_place("a", 0, **in_job("5", "1")), in_place("b", 0, **in_job("5", "1")), False),
         (in_place("a", 0, **in_job("4", "0")), in_place("b", 0, **in_job("5", "1")), False),
@@ -66,16 +66,16 @@ def in_job(job: str, restarts: str) -> dict[str, str]:
     ],
 )
 def test_never_is_done_once_in_a_launch(tmp_path, monkeypatch, first, second, continues):
-    """Also where another launch has gone on with the run in between."""
+    """This holds even if another launch has continued the run in between."""
     config = make_config(tmp_path, resume="never")
     names = {*first, *second, "LAUNCH_START", "SLURM_JOB_ID", "SLURM_RESTART_COUNT"}
     auto = make_config(tmp_path), {"LAUNCH_START": "other.0"}
-    for how, environment in ((config, first), auto, (config, second)):
+    for settings, environment in ((config, first), auto, (config, second)):
         for name in names:
             monkeypatch.delenv(name, raising=False)
         for name, value in environment.items():
             monkeypatch.setenv(name, value)
-        Run(how, rank=0).begin()
+        Run(settings, rank=0).begin()
         (config.folder / "metrics.jsonl").touch()
     asides = [path.name for path in tmp_path.iterdir() if ".old-" in path.name]
     assert asides == ([] if continues else [f"{config.run_name}.old-1"])
@@ -83,7 +83,7 @@ def test_never_is_done_once_in_a_launch(tmp_path, monkeypatch, first, second, co
 
 @pytest.mark.slow
 def test_a_kill_between_its_renames_leaves_no_mark_for_the_next_attempt(tmp_path):
-    """Whatever the number of renames was, nothing is lost, and the next attempt does the rest."""
+    """After a kill at any rename nothing is lost, and the next attempt does the remaining ones."""
     begin = (
         "from my_project.run_folder import Run; from runs import make_config; import os, pathlib"
     )
@@ -103,9 +103,9 @@ def test_a_kill_between_its_renames_leaves_no_mark_for_the_next_attempt(tmp_path
         script(f"{text}\nRun(config, rank=0).begin()\nopen({str(folder / 'done')!r}, 'w')")
         if (folder / "done").exists():
             break
-        there = {path.name for path in config.folder.iterdir()} - {".lock"}
-        assert "run.json" in there
-        assert number == 0 or "status.json" not in there
+        left = {path.name for path in config.folder.iterdir()} - {".lock"}
+        assert "run.json" in left
+        assert number == 0 or "status.json" not in left
         Run(make_config(folder, resume="never"), rank=0).begin()
         asides = [{path.name for path in aside.iterdir()} for aside in folder.glob("*.old-*")]
         assert set().union(*asides) == before
@@ -150,12 +150,12 @@ def ranks(mark: str) -> list[psutil.Process]:
 def test_a_run_that_never_began_again_goes_on_when_it_is_killed(
     tmp_path, monkeypatch, launcher, processes, flags
 ):
-    """Behind a run that had finished. Its reader is gone by then, and takes no UTF-8."""
+    """The folder holds a finished run; the reader of the output is gone, and takes no UTF-8."""
     old = tmp_path / "runs/tiny"
     old.mkdir(parents=True)
     (tmp_path / "rüns").symlink_to("runs")
     monkeypatch.setenv("PYTHONIOENCODING", "ascii")
-    # else restarted ranks of torchrun look for each other in the store of the first attempt
+    # otherwise restarted ranks of torchrun look for each other in the store of the first attempt
     monkeypatch.setenv("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
     words = (*LONG, "--resume", "never", "--runs_folder", "rüns")
     (old / "run.json").write_text('{"run": "old", "launch": "old.0"}')
@@ -179,10 +179,10 @@ def test_a_run_that_never_began_again_goes_on_when_it_is_killed(
 HOLDING = """
 import ctypes, os
 from dataclasses import dataclass, field
-from my_project import stopping
+from my_project import watchdog
 from ragged import Ragged
 
-stopping.HELD_SECONDS = 1.0
+watchdog.HELD_SECONDS = 1.0
 
 @dataclass(frozen=True, kw_only=True)
 class Holding(Ragged):
@@ -203,17 +203,17 @@ SUSPENDED = ("--recipe", "holding.Holding", "--recipe.seconds", "0.1", "--steps"
 @pytest.mark.slow
 @pytest.mark.parametrize(("launcher", "processes"), [(LAUNCH, 1), (LAUNCH, 2), (ACCELERATE, 1)])
 def test_time_in_which_a_run_is_suspended_does_not_count(tmp_path, launcher, processes):
-    """Twice, for longer than its limit and what is added to it."""
+    """It is suspended twice, for longer than the watchdog's limit and HELD_SECONDS."""
     (tmp_path / "holding.py").write_text(HOLDING)
     with started(tmp_path, launcher, processes, words=SUSPENDED) as run:
         for steps in (5, 20):
             wait_for_steps(tmp_path, steps, run)
             stopped = ranks(run.mark)
-            for one in stopped:
-                one.suspend()
+            for process in stopped:
+                process.suspend()
             time.sleep(6)
-            for one in stopped:
-                one.resume()
+            for process in stopped:
+                process.resume()
         shown, _ = run.communicate(timeout=600)
     assert run.returncode == 0, shown
     logs = "".join(path.read_text() for path in tmp_path.glob("runs/tiny/logs/*/*/*"))
@@ -236,7 +236,7 @@ def test_a_process_whose_c_code_holds_pythons_lock_is_ended_and_named(tmp_path):
     assert "in loss" in error["details"]
 
 
-# ---- what comes right after something else -------------------------------------------------------
+# ---- signals and processes that end at a bad moment ----------------------------------------------
 SIGNALLED = """
 import os, signal, sys, time
 from types import SimpleNamespace
@@ -344,7 +344,7 @@ class Hanging(Ragged):
 @pytest.mark.slow
 @pytest.mark.parametrize("by", ["watchdog", "SIGKILL"])
 def test_a_loader_worker_that_hangs_ends_with_its_process(tmp_path, by):
-    """At the end of the block, no process is left."""
+    """`started` checks at its end that no process is left."""
     (tmp_path / "hanging.py").write_text(HANGING)
     limit = "4" if by == "watchdog" else "600"
     words = ("--recipe", "hanging.Hanging", "--batches.workers", "1",
@@ -361,20 +361,20 @@ def test_a_loader_worker_that_hangs_ends_with_its_process(tmp_path, by):
 
 
 def ranks_and_workers(mark: str) -> list[psutil.Process]:
-    """Return the processes of a launch but its launcher, oldest first."""
-    found = [psutil.Process(pid) for pid in test_launch.processes_with(mark)]
-    return sorted(found, key=lambda one: one.create_time())[1:]
+    """Return the processes of a launch except the launcher, oldest first."""
+    processes = [psutil.Process(pid) for pid in test_launch.processes_with(mark)]
+    return sorted(processes, key=lambda process: process.create_time())[1:]
 
 
-# ---- how often -----------------------------------------------------------------------------------
+# ---- how many restarts ---------------------------------------------------------------------------
 def test_a_process_that_always_dies_in_one_step_gets_three_restarts(tmp_path):
-    """Also where the last failure is the first of which a rank reports the step."""
+    """This holds even if only the last failure comes with the step that a rank reports."""
     (tmp_path / "checkpoints/step_00000004").mkdir(parents=True)
     (tmp_path / "checkpoints/step_00000004/manifest.json").touch()
-    one = Starts(folder=tmp_path, limit=3)
-    reported = replace(failures.record(reason="", cause="lost contact"), step=5)
-    ends = [[], [], [], [reported]]
-    assert [bool(one.refusal({1: -9}, found)) for found in ends] == [False, False, False, True]
+    starts = Starts(folder=tmp_path, limit=3)
+    failure = replace(failures.record(reason="", cause="lost contact"), step=5)
+    refusals = [starts.refusal({1: -9}, reported) for reported in ([], [], [], [failure])]
+    assert [bool(refusal) for refusal in refusals] == [False, False, False, True]
 
 
 def test_of_a_start_without_a_kept_step_no_goodput_is_shown():
@@ -387,7 +387,7 @@ def test_of_a_start_without_a_kept_step_no_goodput_is_shown():
     assert shown(4000.0) == "0% of 1 h 6 min since the first launch"
 
 
-# ---- a folder that somebody reads over NFS -------------------------------------------------------
+# ---- a folder that another host reads over NFS ---------------------------------------------------
 def test_a_folder_that_somebody_keeps_busy_is_replaced(tmp_path, monkeypatch):
     """Its files stay as .nfs<number> while they are open."""
     replace, unlink, best = os.replace, os.unlink, tmp_path / "best"

@@ -1,4 +1,4 @@
-"""Facts of a failure: each kind is written, and read back without reading its sentences."""
+"""The fields of a failure: each kind is written, and read back without parsing its message."""
 
 import errno
 import json
@@ -25,7 +25,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 
 class DistStoreError(RuntimeError):
-    """As torch.distributed has one."""
+    """Has the name of an exception of torch.distributed."""
 
 
 def raise_(error: BaseException) -> None:
@@ -54,7 +54,7 @@ def test_a_note_is_a_sentence_of_its_own(message):
     error = ValueError(message)
     error.add_note("This was lane 0 of the stream.")
     wanted = "ValueError: no such shard. This was lane 0 of the stream."
-    assert failures.reason_of(error) == wanted
+    assert failures.exception_reason(error) == wanted
 
 
 KINDS = {
@@ -99,23 +99,23 @@ def test_each_kind_of_failure_is_written_and_read_back(tmp_path, monkeypatch, ki
     monkeypatch.setattr(failures.LAUNCHER, "stop_signal", "SIGTERM")
     with pytest.raises((Exception, KeyboardInterrupt)), failures_recorded(run):
         KINDS[kind]()
-    (found,) = run_files.read_errors(run.folder, run.token)
-    facts = (found.rank, found.step, found.launch, found.progress_time, found.cause, found.signal)
-    assert facts == (0, step, run.token, 123.5, cause, "SIGTERM")
+    (failure,) = run_files.read_errors(run.folder, run.token)
+    assert (failure.rank, failure.step, failure.launch) == (0, step, run.token)
+    assert (failure.progress_time, failure.cause, failure.signal) == (123.5, cause, "SIGTERM")
     if cause in ("setting", "not finite", "loader worker"):
-        assert found.at is None
+        assert failure.at is None
     else:
-        assert found.at
-        assert Path(found.at.file) == Path(__file__)
-        assert found.at.function in ("raise_", "raise_from", "<lambda>")
-    assert found.skipped_to == (5 if cause == "not finite" else None)
-    assert found.errno == ERRNO.get(kind)
-    # a typo would come again, but not what has worked for some steps
+        assert failure.at
+        assert Path(failure.at.file) == Path(__file__)
+        assert failure.at.function in ("raise_", "raise_from", "<lambda>")
+    assert failure.skipped_to == (5 if cause == "not finite" else None)
+    assert failure.errno == ERRNO.get(kind)
+    # a typo would fail again; code that has worked for some steps may work again
     would_repeat = cause == "setting" or (kind == "exception" and not has_stepped)
-    assert found.exit_code == (2 if would_repeat else 1)
-    noted = run.status()
-    assert (noted.outcome, noted.step) == ("failed", step)
-    assert noted.failure == replace(found, frames=(), details="", source=None)
+    assert failure.exit_code == (2 if would_repeat else 1)
+    status = run.status()
+    assert (status.outcome, status.step) == ("failed", step)
+    assert status.failure == replace(failure, frames=(), details="", source=None)
 
 
 def test_a_report_from_before_the_run_is_open_is_in_the_log_folder(tmp_path, monkeypatch):
@@ -212,6 +212,6 @@ def test_a_field_of_another_type_has_its_default(kind):
     assert default.is_damaged
     for damage in (object(), [object()], {"a": object()}, True, "text", 1.5, None):
         content = dict.fromkeys(vars(default), damage)
-        found = from_object(kind, content, is_strict=False)
-        for name, one in vars(found).items():
-            assert one in (damage, getattr(default, name), (damage,)), (name, damage)
+        read = from_object(kind, content, is_strict=False)
+        for name, value in vars(read).items():
+            assert value in (damage, getattr(default, name), (damage,)), (name, damage)

@@ -1,4 +1,4 @@
-"""launch.py: what it makes of the arguments, signals and outcomes."""
+"""launch.py: how it handles arguments, variables, failures and outcomes."""
 
 import json
 import math
@@ -36,7 +36,7 @@ TRAIN = ("-m", "my_project.train", "--config", "tiny.yaml")
 
 @pytest.fixture
 def tiny(tmp_path, monkeypatch):
-    """Stand beside tiny.yaml; changes of the environment end with the test."""
+    """Change to a folder with tiny.yaml; undo changes of the environment after the test."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(os, "environ", dict(os.environ))
     Path("tiny.yaml").write_text(CONFIG)
@@ -75,7 +75,7 @@ SHARDED = TWO | {"distributed_type": "FSDP", "fsdp_config": {"fsdp_version": 2}}
 
 
 def written(where: Any, *flags: str) -> launch.Launch:
-    """Return what is parsed of an accelerate config written by hand: settings, or text."""
+    """Write an accelerate config, from settings or text; return the launch that it gives."""
     Path("where.yaml").write_text(where if isinstance(where, str) else yaml.safe_dump(where))
     return launch.parse(["--config_file", "where.yaml", *flags, *TRAIN])
 
@@ -83,7 +83,7 @@ def written(where: Any, *flags: str) -> launch.Launch:
 @pytest.mark.slow
 @pytest.mark.parametrize("base", [ONE, TWO, SHARDED], ids=["one", "two", "sharded"])
 def test_an_accelerate_config_of_wrong_types_is_refused_with_its_name(tiny, base):
-    """Or it means what it says: of each setting, values of all types."""
+    """Give each setting values of all types: each is refused by name, or accepted."""
     written(base)
     refused: dict[str, str] = {}
     for name in (field.name for field in fields(ClusterConfig)):
@@ -195,7 +195,7 @@ def test_the_variables_are_those_of_accelerate_launch(path, tiny, monkeypatch):
     theirs: dict[str, str] = {}
 
     class Popen:
-        """Notes the variables of the one process that accelerate would start."""
+        """Records the variables of the process that accelerate would start."""
 
         returncode = 0
 
@@ -215,7 +215,7 @@ def test_the_variables_are_those_of_accelerate_launch(path, tiny, monkeypatch):
     for name in filter(names.fullmatch, theirs.keys() | environment.keys()):
         assert environment.get(name) == theirs.get(name), name
     assert theirs["ACCELERATE_MIXED_PRECISION"] == ours.precision
-    ranks = [one.get("RANK") for one in (environment, *others)]
+    ranks = [variables.get("RANK") for variables in (environment, *others)]
     assert ranks == ([None] if ours.world_size == 1 else [str(r) for r in range(len(ranks))])
     assert len(ranks) == ours.processes_per_node
     assert others == [] or environment["TORCHELASTIC_RESTART_COUNT"] == "2"
@@ -230,13 +230,13 @@ OUTCOMES = [
     ("running", "preempted", 1, None, None, 75),
     ("running", "failed", 1, None, None, 1),
     ("", "", 1, WRONG, None, 2),
-    ("finished", "finished", 0, None, None, 0),  # again: it only shows the result
-    ("running", "finished", 1, None, None, 0),  # trouble after the end
-    ("running", "preempted", 0, None, None, 75),  # of workers with restarts
+    ("finished", "finished", 0, None, None, 0),  # started again, it only shows the result
+    ("running", "finished", 1, None, None, 0),  # an error after the end of the run
+    ("running", "preempted", 0, None, None, 75),  # the exit code under torchrun with restarts
     ("preempted", "preempted", 1, None, None, 1),  # refused before it began
-    ("running", "failed", 1, None, 5.0, 75),  # they leave in start-up, one by one
+    ("running", "failed", 1, None, 5.0, 75),  # stopped in startup: the processes exit one by one
     ("preempted", "preempted", 1, LATE, 5.0, 75),
-    ("preempted", "preempted", 1, LATE, math.inf, 1),  # as when srun ends the other nodes
+    ("preempted", "preempted", 1, LATE, math.inf, 1),  # srun stops this node after the error
     ("", "running", -9, None, None, 1),
     ("running", "running", 0, None, None, 1),  # a recipe called os._exit(0)
     ("", "", 0, None, None, 1),  # the same, before the run began
@@ -250,7 +250,7 @@ OUTCOMES = [
 def test_the_exit_code_is_the_runs_outcome(
     before, after, code, error, stopped, wanted, tiny, monkeypatch
 ):
-    """Of processes that a signal has stopped (seconds since 1970) or that an error has ended."""
+    """Processes end by an error or are stopped by a signal (`stopped`: seconds since 1970)."""
     path = tiny / "runs/tiny/status.json"
     path.parent.mkdir(parents=True)
 
@@ -261,9 +261,9 @@ def test_the_exit_code_is_the_runs_outcome(
         path.with_name("run.json").write_text(json.dumps({"launch": launch}))
 
     class FakeWorkers:
-        """Stands for the training processes."""
+        """Replaces the training processes."""
 
-        killed, others = (), None
+        killed = ()
         stop_signal, others = "SIGTERM" if stopped else "", None
         stop_signal_time = stopped or math.inf
 
@@ -346,7 +346,7 @@ def test_the_code_of_a_node_is_the_loops_and_its_recipes(tmp_path, monkeypatch):
         path.write_text("x = 1")
         digests.append(files.code_digest(recipe) != before)
     assert digests == [True, True, False, False, False, False]
-    (tmp_path / "project/lock.py").symlink_to("me@host.1234")  # as editors lock a file
+    (tmp_path / "project/lock.py").symlink_to("me@host.1234")  # an editor's lock file
     assert files.code_digest(recipe)
     plain, inherits = (type("Own", kinds, {"__module__": "own"})() for kinds in ((), (Launcher,)))
     assert files.code_digest(plain) != files.code_digest(inherits), "its class is of the project"
@@ -384,8 +384,8 @@ KILLED, CRASHED = -signal.SIGKILL, -signal.SIGSEGV
 @pytest.mark.parametrize(
     ("ends", "refusals"),
     [
-        # three times in vain; a new step in between allows three more
-        ([(5, "lost contact", KILLED)] * 4, ["", "", "", "3 restarts have brought no new step"]),
+        # three restarts without a new step; a new step in between allows three more
+        ([(5, "lost contact", KILLED)] * 4, ["", "", "", "3 restarts without a new step"]),
         ([(step, "lost contact", KILLED) for step in range(5)], [""] * 5),
         ([(5, "exception", 1)], ["the error would repeat"]),
         ([(5, "setting", 2)], ["the error would repeat"]),
@@ -397,28 +397,26 @@ KILLED, CRASHED = -signal.SIGKILL, -signal.SIGSEGV
 def test_what_is_started_again(tmp_path, ends, refusals):
     restarts = Starts(folder=tmp_path, limit=3)
     for (step, cause, code), refusal in zip(ends, refusals, strict=True):
-        found = [replace(failures.record(reason="x", cause=cause), step=step)] if cause else []
-        said = restarts.refusal({1: code}, found)
-        assert said.startswith(refusal)
-        assert bool(said) == bool(refusal)
+        failure = replace(failures.record(reason="x", cause=cause), step=step)
+        assert restarts.refusal({1: code}, [failure] if cause else []) == refusal
 
 
 def test_the_others_are_ended_at_once_but_a_save_is_waited_for(tmp_path):
     restarts = Starts(folder=tmp_path, limit=3)
     assert restarts.may_kill({0: None, 1: KILLED}, 0.0)
     assert not Starts(folder=tmp_path, limit=0).may_kill({0: None, 1: KILLED}, 0.0)
-    assert not restarts.may_kill({0: None, 1: 1}, 0.0), "it may not have been the first"
+    assert not restarts.may_kill({0: None, 1: 1}, 0.0), "rank 1 may not have failed first"
     (tmp_path / "checkpoints/.step_00000004.partial").mkdir(parents=True)
     assert not restarts.may_kill({0: None, 1: None}, -math.inf), "none has failed"
     assert not restarts.may_kill({0: None, 1: KILLED}, 0.0)
-    assert restarts.may_kill({0: KILLED, 1: None}, 0.0), "who writes it is gone"
+    assert restarts.may_kill({0: KILLED, 1: None}, 0.0), "rank 0, which writes it, is gone"
     assert restarts.may_kill({0: None, 1: KILLED}, 100.0)
 
 
 # ---- for real ------------------------------------------------------------------------------------
 @pytest.mark.slow
 def test_killed_processes_are_started_again_in_place_and_give_the_same_weights(tmp_path):
-    """SIGKILL of rank 1, of rank 0 after that, and once without restarts."""
+    """Rank 1 gets SIGKILL, then rank 0; another run trains without a kill."""
     long = ("--steps", "40", "--telemetry.every_steps", "1", "--checkpoints.every_steps", "5")
     slow = ("--recipe.init_args.seconds", "0.05", "--recipe.init_args.dropout", "0.2")
     shown = {}
@@ -430,22 +428,19 @@ def test_killed_processes_are_started_again_in_place_and_give_the_same_weights(t
             shown[name], _ = run.communicate(timeout=600)
         assert run.returncode == 0, shown[name]
         (tmp_path / "runs/tiny").rename(tmp_path / name)
-    for restart, victim in ((1, 1), (2, 0)):  # the other one may have lost contact and ended, too
+    for restart, victim in ((1, 1), (2, 0)):  # the other rank may have lost contact and ended too
         again = f"all processes start again, restart {restart}"
         assert re.search(rf"rank {victim} was ended by SIGKILL[^\n]*: {again}", shown["killed"])
     assert shown["killed"].count("2 processes on CPU") == 3
     first, _, second, _, third, last = run_files.lines(tmp_path / "killed")
-    assert [one["attempt"] for one in (first, second, third)] == [0, 1, 2]
-    causes = [one["cause"] for one in run_files.each_start(tmp_path / "killed")]
+    assert [start["attempt"] for start in (first, second, third)] == [0, 1, 2]
+    causes = [start["cause"] for start in run_files.each_start(tmp_path / "killed")]
     assert causes == ["SIGKILL", "SIGKILL", ""]
     assert (last["outcome"], last["step"]) == ("finished", 40)
-    found = read_json(tmp_path / "killed/status.json")["goodput"]
-    clock = last["time"] - first["time"]
-    assert found["calendar"]["seconds"] == pytest.approx(clock, abs=0.1)
-    assert sum(found["calendar"].values()) - found["calendar"]["seconds"] == pytest.approx(
-        1, abs=0.01
-    )
-    assert 0 < found["calendar"]["lost"] < found["calendar"]["kept"] < 0.9
+    calendar = read_json(tmp_path / "killed/status.json")["goodput"]["calendar"]
+    assert calendar["seconds"] == pytest.approx(last["time"] - first["time"], abs=0.1)
+    assert sum(calendar.values()) - calendar["seconds"] == pytest.approx(1, abs=0.01)
+    assert 0 < calendar["lost"] < calendar["kept"] < 0.9
     assert "since the first launch" in shown["killed"]
     ours, theirs = (
         (tmp_path / name / "export/model.safetensors").read_bytes() for name in ("whole", "killed")
@@ -475,8 +470,8 @@ def test_where_an_import_starts_a_thread_the_processes_are_spawned(tmp_path):
     assert "each process imports torch itself: an import has started threads" in shown
 
 
-# Opens files when it is imported, when it is made, and when a method imports; reads all of them
-# slowly. The last import installs a signal handler of its own.
+# A recipe that opens a file when it is imported, when it is created, and when a method imports a
+# module, which also replaces a signal handler; its dataset reads all three files slowly.
 SHARING = """
 import os, tempfile, time
 from dataclasses import dataclass, field

@@ -1,4 +1,4 @@
-"""Two runs of one process: one after the other, never beside each other in threads."""
+"""Two runs in one process: one after the other works; both at a time, in threads, is refused."""
 
 import threading
 from dataclasses import dataclass
@@ -21,7 +21,7 @@ def train_beside(config: Config) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class Studied(Ragged):
-    """A study with two jobs begins another run in a thread, while this one is at `where`."""
+    """Begins another run in a thread when this run is at `where`, as a study with two jobs does."""
 
     other: Any = None
     where: str = ""

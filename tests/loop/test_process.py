@@ -1,4 +1,4 @@
-"""What a launcher started ends with it, at any time; what a person started outlives its shell."""
+"""Processes of a launcher end with it, at any time; a run without one outlives its shell."""
 
 import gc
 import mmap
@@ -43,14 +43,14 @@ def script(text: str, *arguments: str, **environment: str) -> list[str]:
     return done.stdout.split()
 
 
-# ---- without torch: a parent that is gone --------------------------------------------------------
+# ---- without torch: a parent that has ended ------------------------------------------------------
 ORPHAN = """
 import os, subprocess, sys, threading, time
 from my_project import process
 process.POLL_SECONDS = 0.01
 os.write(1, b"started ")
 process.LAUNCHER.watch()
-others = subprocess.Popen(["sleep", "600"], stdout=subprocess.DEVNULL)  # as a recipe's pool
+others = subprocess.Popen(["sleep", "600"], stdout=subprocess.DEVNULL)  # such as a recipe's pool
 before = os.getppid()
 {in_loop}
 os.write(1, b"ready ")
@@ -96,7 +96,7 @@ def test_a_process_whose_launcher_is_gone_ends_with_all_it_started(text, environ
         while not shown.endswith(b"ready "):
             shown += os.read(shell.stdout.fileno(), 100)
         shell.kill()
-        shown += shell.stdout.read()  # to its end: when nobody is left
+        shown += shell.stdout.read()  # it ends when no process is left
         assert shown == said
         assert (b"the launcher has exited" in shell.stderr.read()) == bool(environment)
 
@@ -150,7 +150,7 @@ def test_a_signal_while_a_process_starts_reaches_it_and_nohup_holds(before):
     )
     assert (threads, has_own_session) == ("3", "True")
     assert (code, stopped) == (str(-signal.SIGTERM), "True")
-    assert said[:3] == ["SIGTERM:", "stopping;", "a"]
+    assert said[:3] == ["SIGTERM:", "stopping;", "the"]
     assert int(blocked, 16) == 0
     assert bool(int(ignored, 16) & 1 << signal.SIGHUP - 1) == (before == ["nohup"])
 
@@ -172,7 +172,7 @@ def test_threads_that_have_been_joined_do_not_prevent_a_fork():
     assert script(ENDING_THREADS, OPENBLAS_NUM_THREADS="1") == ["{'fork'}"]
 
 
-# ---- what forks would share, and handlers of others ----------------------------------------------
+# ---- what forks would share, and signal handlers that imports install ----------------------------
 def test_open_files_are_those_that_have_a_position_to_share(tmp_path):
     path = tmp_path / "samples"
     path.write_bytes(bytes(4096))
@@ -198,7 +198,7 @@ def test_open_files_are_those_that_have_a_position_to_share(tmp_path):
 
 @dataclass(frozen=True, kw_only=True)
 class Deaf(Ragged):
-    """Imports in a method what installs a signal handler of its own; is told to stop later."""
+    """Replaces the signal handler in a method; is told to stop later."""
 
     method: str = "build_model"
 
@@ -212,7 +212,7 @@ class Deaf(Ragged):
             signal.signal(signal.SIGTERM, lambda *_: None)
         if step == 3:
             os.kill(os.getpid(), signal.SIGTERM)
-            time.sleep(0.5)  # until the thread that watches has seen it
+            time.sleep(0.5)  # until the launcher's thread has seen the signal
         return super().loss(model, batch, step)
 
 
@@ -232,7 +232,7 @@ def test_a_signal_is_heeded_though_a_library_has_replaced_the_handler(tmp_path, 
 
 
 # ---- the real launchers --------------------------------------------------------------------------
-# Steps of 0.8 s, so that two of them, in which all agree to leave, last longer than who watches.
+# Steps of 0.8 s: two of them, in which all ranks agree to stop, last longer than POLL_SECONDS.
 SLOW = ("--steps", "1000", "--recipe.init_args.seconds", "0.2", "--telemetry.every_steps", "1")
 WAITING = """
 import os, time
@@ -253,7 +253,7 @@ class Waiting(Ragged):
 @pytest.mark.slow
 @pytest.mark.timeout(900)  # five starts
 def test_whichever_launcher_dies_nothing_is_left_and_the_run_continues(tmp_path):
-    # In start-up: while one builds its data and the other waits for it.
+    # In startup: while one rank builds its data and the other waits for it.
     (tmp_path / "waiting.py").write_text(WAITING)
     lock = tmp_path / "runs/tiny/.lock"
     for launcher in (LAUNCH, ACCELERATE):
@@ -321,7 +321,7 @@ class Littering(Ragged):
 
 
 def litter(config: Config) -> tuple[int, bool]:
-    """Return how much garbage was alive at most, and whether the collector is as it was."""
+    """Return the maximum of garbage alive, and whether the collector's settings were restored."""
     gc.enable()
     gc.set_threshold(600, 9, 8)
     before = gc.isenabled(), gc.get_threshold()
@@ -334,9 +334,9 @@ def test_gpus_are_counted_without_a_thread_that_would_stay(monkeypatch):
         threading.Thread(target=time.sleep, args=(60,), daemon=True).start()
         return 2
 
-    monkeypatch.setattr(workers, "threads", lambda: ["the main one"])  # a test has others
+    monkeypatch.setattr(workers, "threads", lambda: ["main"])  # the test process has more threads
     before = threading.active_count()
-    assert workers.in_a_child(as_nvml_does) == 2
+    assert workers.count_in_child(as_nvml_does) == 2
     assert threading.active_count() == before
 
 

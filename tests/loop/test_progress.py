@@ -1,4 +1,4 @@
-"""What the watchdog takes for progress; its intervals pass at once here, on any machine."""
+"""What the watchdog counts as progress; here its intervals take no time, on any machine."""
 
 import faulthandler
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""The rendezvous check: every node ends in time, with the same message."""
+"""The rendezvous of the nodes: on an error every node ends in time, with the same message."""
 
 import json
 import socket
@@ -58,22 +58,22 @@ def send(port: int, message: bytes) -> None:
 
 
 def watched(others: OtherNodes) -> list[str]:
-    return sorted(one.node.host for one in others._connections if one.is_member)
+    return sorted(peer.node.host for peer in others._connections if peer.is_member)
 
 
 def told(others: OtherNodes) -> bool:
-    """Return whether a failure elsewhere becomes known."""
+    """Return whether this node learns in time of a failure on another node."""
     return wait_until(lambda: others.have_failed, 5)
 
 
 def test_all_nodes_know_each_other_and_a_failure_reaches_all():
     third, first, *others = meet(*(node(rank, 4, start=f"of_{rank}.0") for rank in (3, 0, 1, 2)))
     others.append(third)
-    for one in (first, *others):
-        assert one.members[0].start == "of_0.0"
-        assert [member.rank for member in one.members] == [0, 1, 2, 3]
-        assert watched(one) == (["host1", "host2", "host3"] if one is first else ["host0"])
-        assert not one.have_failed
+    for peers in (first, *others):
+        assert peers.members[0].start == "of_0.0"
+        assert [member.rank for member in peers.members] == [0, 1, 2, 3]
+        assert watched(peers) == (["host1", "host2", "host3"] if peers is first else ["host0"])
+        assert not peers.have_failed
     others[0].close()
     assert not wait_until(lambda: first.have_failed, 0.5)
     others[1].tell_failure()
@@ -86,26 +86,26 @@ def test_all_nodes_know_each_other_and_a_failure_reaches_all():
     assert others[1].failed.host == "host0"
 
 
-# ---- nodes that leave and come -------------------------------------------------------------------
+# ---- nodes that leave and join -------------------------------------------------------------------
 def elastic(rank: int, **more) -> Node:
     return node(rank, **{"nodes": 3, "min_nodes": 2} | more)
 
 
 @contextmanager
 def started(*nodes: Node) -> Iterator[tuple[int, dict[int, OtherNodes], ThreadPoolExecutor]]:
-    """Have nodes begin a run; yield the port, the launchers by rank, and threads for others."""
-    port, everyone = free_port(), {one.rank: OtherNodes("127.0.0.1", 0) for one in nodes}
+    """Have nodes begin a run; yield the port, the launchers by rank, and a pool of threads."""
+    port, everyone = free_port(), {me.rank: OtherNodes("127.0.0.1", 0) for me in nodes}
     with ThreadPoolExecutor(8) as pool:
         for others in everyone.values():
             others._port = port
-        joined = [pool.submit(everyone[one.rank].meet, one, 20) for one in nodes if one.rank < 3]
-        spares = [pool.submit(call, everyone[one.rank], one) for one in nodes if one.rank >= 3]
-        for each in joined:
-            each.result()
+        joined = [pool.submit(everyone[me.rank].meet, me, 20) for me in nodes if me.rank < 3]
+        spares = [pool.submit(call, everyone[me.rank], me) for me in nodes if me.rank >= 3]
+        for future in joined:
+            future.result()
         assert wait_until(
             lambda: everyone[0].have_failed or len(everyone[0]._ready()) == len(spares), 5
         )
-        for rank, waiting in zip((one.rank for one in nodes if one.rank >= 3), spares, strict=True):
+        for rank, waiting in zip((me.rank for me in nodes if me.rank >= 3), spares, strict=True):
             everyone[rank].waiting = waiting
         yield port, everyone, pool
         for others in everyone.values():
@@ -113,21 +113,19 @@ def started(*nodes: Node) -> Iterator[tuple[int, dict[int, OtherNodes], ThreadPo
 
 
 def call(others: OtherNodes, me: Node, **more) -> str:
-    """Let a node meet the others; return the hosts that train, or how it ends."""
+    """Have a node meet the others; return the hosts that train, or how the node ends."""
     try:
         others.meet(me, 5, **more)
     except meeting.RunHasEnded as ended:
         return f"ended {ended.code}"
     except ConfigError as error:
         return str(error)
-    return " ".join(one.host for one in others.members)
+    return " ".join(member.host for member in others.members)
 
 
 def meet_again(pool, everyone: dict[int, OtherNodes], *nodes: Node, **more) -> list[str]:
-    return [
-        each.result()
-        for each in [pool.submit(call, everyone[one.rank], one, **more) for one in nodes]
-    ]
+    futures = [pool.submit(call, everyone[me.rank], me, **more) for me in nodes]
+    return [future.result() for future in futures]
 
 
 def test_the_others_go_on_without_a_node_that_has_left():
@@ -178,7 +176,7 @@ def test_a_second_node_of_a_rank_waits_until_the_first_has_left():
 
 def test_a_spare_takes_the_place_of_a_node_that_has_left(capsys):
     with started(*map(elastic, range(4))) as (_, everyone, pool):
-        assert [one.rank for one in everyone[0].members] == [0, 1, 2]
+        assert [member.rank for member in everyone[0].members] == [0, 1, 2]
         assert not wait_until(lambda: everyone[0].have_failed or everyone[0].newcomer, 0.5)
         assert "waits until a node is missing" in capsys.readouterr().out
         everyone[2].close()
@@ -211,7 +209,7 @@ def test_processes_that_have_waited_start_again_only_if_a_node_has_left():
     with started(*map(elastic, range(3))) as (_, everyone, pool):
         for said in meet_again(pool, everyone, *waited, elastic(1)):
             assert said.startswith(
-                "processes on host2 have waited for others, but no node has left"
+                "processes on host2 stalled waiting for other ranks, but no node has left"
             )
     with started(*map(elastic, range(3))) as (_, everyone, pool):
         everyone[1].close()
@@ -219,12 +217,12 @@ def test_processes_that_have_waited_start_again_only_if_a_node_has_left():
 
 
 def test_a_new_node_0_goes_on_with_nodes_that_have_waited_for_the_old_one(monkeypatch):
-    """Of three one is gone for good, too: it is not awaited as long as at the first start."""
+    """The third node is gone too; the new node 0 waits for it less long than at a first start."""
     monkeypatch.setattr(meeting, "JOIN_SECONDS", 1.0)
     old = elastic(1, has_waited=True, is_new=False)
     for said in meet(elastic(0), old, seconds=600):
         assert not isinstance(said, str)
-        assert [one.rank for one in said.members] == [0, 1]
+        assert [member.rank for member in said.members] == [0, 1]
 
 
 def test_a_node_waits_as_long_as_node_0_does(monkeypatch):
@@ -285,7 +283,10 @@ def test_without_min_machines_no_run_makes_room():
         ({"world_size": 9}, "host1 was started with --num_processes 9"),
         ({"min_nodes": 1}, "host1 was started with --min_machines 1"),
         ({"nodes": 4}, "host1 was started with --num_machines 4"),
-        ({"code": "beef"}, "the code on host1 (hash beef) is not that on host0 (abcd): give both"),
+        (
+            {"code": "beef"},
+            "the code on host1 (hash beef) differs from that on host0 (abcd): give both",
+        ),
     ],
 )
 def test_a_newcomer_that_does_not_fit_is_refused_and_disturbs_nobody(wrong, sentence):
@@ -309,8 +310,8 @@ def test_a_node_that_does_not_answer_is_left_out():
             assert wait_until(lambda: not everyone[0].have_failed and everyone[0].newcomer, 5)
             again = [pool.submit(call, everyone[rank], elastic(rank)) for rank in (0, 2)]
             while b'"nodes": [' not in mute.recv(1 << 16):
-                pass  # it hears that it waits
-        assert [each.result() for each in again] == ["host0 host2"] * 2
+                pass  # the messages that tell it to wait
+        assert [future.result() for future in again] == ["host0 host2"] * 2
 
 
 def test_a_node_that_leaves_after_its_own_probes_is_left_out():
@@ -325,7 +326,7 @@ def test_a_node_that_leaves_after_its_own_probes_is_left_out():
             while b'"nodes": [' not in leaving.recv(1 << 16):
                 pass
             leaving.sendall(b'{"probed": []}\n')
-        assert [each.result() for each in again] == ["host0 host2"] * 2
+        assert [future.result() for future in again] == ["host0 host2"] * 2
 
 
 def test_a_node_that_never_comes_is_named_on_every_node():
@@ -333,7 +334,7 @@ def test_a_node_that_never_comes_is_named_on_every_node():
     assert said[0] == said[1]
     assert "node 1 of 3 did not connect to 127.0.0.1 within 1 s; connected: 0 (host0)" in said[0]
     assert "2 (host2)" in said[0]
-    assert said[0].startswith("1: "), "it may come to the next try"
+    assert said[0].startswith("1: "), "a retry may succeed"
 
 
 def test_a_main_node_that_is_not_there_ends_in_time():
@@ -360,7 +361,7 @@ def test_a_restarted_node_replaces_its_connection_foreign_ones_do_not():
             return json.dumps({"node": asdict(node(1)) | more}).encode() + b"\n"
 
         first = line(launcher="an earlier one")
-        wrong = [line(**one) for one in ({"rank": []}, {"host": 7}, {"port": "\x1b[2J"})]
+        wrong = [line(**field) for field in ({"rank": []}, {"host": 7}, {"port": "\x1b[2J"})]
         for message in (
             b"GET / HTTP/1.1\r\n\r\n",
             b'{"rank": 1}\n',
@@ -378,14 +379,14 @@ def test_a_restarted_node_replaces_its_connection_foreign_ones_do_not():
 
 
 def test_a_launcher_that_has_lost_its_connection_joins_by_another():
-    """Node 0 has not noticed: the cable was out for a while."""
+    """Node 0 has not noticed that the first connection is lost: a cable was unplugged briefly."""
     port = free_port()
     with ThreadPoolExecutor(2) as pool, socket.socket() as lost:
         main = pool.submit(join, node(0), port)
         assert wait_until(lambda: lost.connect_ex(("127.0.0.1", port)) == 0, 5)
         lost.sendall(json.dumps({"node": asdict(node(1))}).encode() + b"\n")
         again = pool.submit(join, node(1), port)
-        assert wait_until(lambda: lost.recv(1 << 16) == b"", 5), "node 0 closes the first one"
+        assert wait_until(lambda: lost.recv(1 << 16) == b"", 5), "node 0 closes the old connection"
         join(node(2), port)
         assert watched(main.result()) == ["host1", "host2"]
         assert watched(again.result()) == ["host0"]
@@ -397,23 +398,26 @@ def test_a_node_0_that_lacks_the_address_of_node_0_says_so(capsys):
     for address in ("127.0.0.1", "192.0.2.1", "no-such-host.invalid"):
         with pytest.raises(ConfigError):
             join(node(0), free_port(), 0.1, address)
-        said[address] = "was started as node 0, but has no address" in capsys.readouterr().out
+        said[address] = "was started as node 0, but --main_process_ip" in capsys.readouterr().out
     assert said == {"127.0.0.1": False, "192.0.2.1": True, "no-such-host.invalid": False}
 
 
 def test_what_another_node_says_of_itself_does_not_control_the_terminal():
     message = asdict(node(1)) | {"host": "\x1b]0;x\x07host", "run": "\x1b[2J"}
-    known = meeting.received(message)
-    assert (known.host, known.run) == ("?]0;x?host", "?[2J")
+    parsed = meeting.parse_node(message)
+    assert (parsed.host, parsed.run) == ("?]0;x?host", "?[2J")
 
 
 @pytest.mark.parametrize(
     ("other", "sentence"),
     [
-        ({"nodes": 3}, "host1 was started with --num_machines 3, host0 with 2: give every node"),
+        ({"nodes": 3}, "host1 was started with --num_machines 3, host0 with 2: give all nodes"),
         ({"world_size": 16}, "host1 was started with --num_processes 16, host0 with 4"),
         ({"run": "other"}, "host1 was started with -m other, host0 with train"),
-        ({"code": "beef"}, "the code on host1 (hash beef) is not that on host0 (abcd): give both"),
+        (
+            {"code": "beef"},
+            "the code on host1 (hash beef) differs from that on host0 (abcd): give both",
+        ),
     ],
 )
 def test_nodes_with_different_arguments_or_code_are_refused(other, sentence):
@@ -421,12 +425,12 @@ def test_nodes_with_different_arguments_or_code_are_refused(other, sentence):
         assert said.startswith(f"2: {sentence}")
 
 
-@pytest.mark.parametrize("least", [0, 1])
-def test_a_node_that_others_cannot_reach_is_named(least):
+@pytest.mark.parametrize("min_nodes", [0, 1])
+def test_a_node_that_others_cannot_reach_is_named(min_nodes):
     """192.0.2.1 is reserved for documentation, so no host answers."""
-    unreachable = node(1, 2, ip="192.0.2.1", interface="eth7", min_nodes=least)
-    for said in meet(node(0, 2, min_nodes=least), unreachable):
-        assert "1: host0 (lo 127.0.0.1) does not reach host1 (eth7 192.0.2.1)" in said
+    unreachable = node(1, 2, ip="192.0.2.1", interface="eth7", min_nodes=min_nodes)
+    for said in meet(node(0, 2, min_nodes=min_nodes), unreachable):
+        assert "1: host0 (lo 127.0.0.1) cannot reach host1 (eth7 192.0.2.1)" in said
         assert "GLOO_SOCKET_IFNAME" in said
 
 

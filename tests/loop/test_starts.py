@@ -1,4 +1,4 @@
-"""starts.jsonl, and what it says of the time of a run: from folders made without training."""
+"""starts.jsonl, and how it accounts for the time of a run: in folders made without training."""
 
 import json
 from pathlib import Path
@@ -42,10 +42,10 @@ def save(folder: Path, step: int) -> None:
 
 
 def test_all_parts_of_the_time_are_named_and_add_up(tmp_path):
-    """A start that was killed after its save at step 10, 30 s without a launcher, one to the end.
+    """The first start is killed after its save at step 10; 30 s later the second one finishes.
 
-    Of the second one an evaluation of 4 s and a save of 2 s, and half of 20 s and a quarter of 14 s
-    of data.
+    The second start takes 4 s for an evaluation, 2 s for a save, and waits for data for half of
+    20 s and a quarter of 14 s.
     """
     tool = pytest.importorskip("my_project.tools.goodput")
     append(
@@ -54,7 +54,7 @@ def test_all_parts_of_the_time_are_named_and_add_up(tmp_path):
         line("start", "b.0", 80), end("b.0", 130, 90, "finished", 10, 30, 30),
     )  # fmt: skip
     append(
-        tmp_path / "metrics.jsonl",  # as the second start has left it
+        tmp_path / "metrics.jsonl",  # after the second start
         record("start", 0, 8), record("interval", 10, 28, data_share=0.0),
         record("checkpoint", 10, 30, seconds=2.0),
         record("start", 10, 88), record("interval", 20, 110, data_share=0.5),
@@ -100,31 +100,31 @@ def test_starts_by_accelerate_are_named_and_damaged_lines_left_out(tmp_path):
 
 
 # ---- what the launcher writes --------------------------------------------------------------------
-def begin(one: Starts, step: int) -> None:
-    """Do what the processes of a start do."""
-    one.begin()
-    one.folder.mkdir(exist_ok=True)
-    (one.folder / "run.json").write_text(json.dumps({"launch": one.id}))
-    now = one._began + 1
+def begin(starts: Starts, step: int) -> None:
+    """Begin a start, and write what its processes would write."""
+    starts.begin()
+    starts.folder.mkdir(exist_ok=True)
+    (starts.folder / "run.json").write_text(json.dumps({"launch": starts.id}))
+    now = starts._began + 1
     status = {"outcome": "running", "step": step + 1, "first_step_time": now, "from_step": step}
-    (one.folder / "status.json").write_text(json.dumps(status))
-    append(one.folder / "metrics.jsonl", {"kind": "start", "step": step, "time": now})
-    one.may_kill({0: None}, 0.0)
+    (starts.folder / "status.json").write_text(json.dumps(status))
+    append(starts.folder / "metrics.jsonl", {"kind": "start", "step": step, "time": now})
+    starts.may_kill({0: None}, 0.0)
 
 
 def test_the_line_of_a_start_comes_with_the_run_into_its_folder(tmp_path):
-    """With --resume never the folder that was there moves aside while the processes start."""
+    """With --resume never the old run folder moves aside while the processes start."""
     folder = tmp_path / "run"
-    append_to_old = Starts(folder=folder, limit=3, about=ABOUT)
-    begin(append_to_old, 0)
+    old = Starts(folder=folder, limit=3, about=ABOUT)
+    begin(old, 0)
     save(folder, 4)
-    one = Starts(folder=folder, limit=3, about={"nodes": 2, "world_size": 4})
-    one.begin()
-    one.may_kill({0: None}, 0.0)
+    new = Starts(folder=folder, limit=3, about={"nodes": 2, "world_size": 4})
+    new.begin()
+    new.may_kill({0: None}, 0.0)
     folder.rename(tmp_path / "old")
-    begin(one, 0)
-    one.end({0: -9}, [], "")
-    assert [found["id"] for found in lines(tmp_path / "old")] == [append_to_old.id] * 2
+    begin(new, 0)
+    new.end({0: -9}, [], "")
+    assert [line["id"] for line in lines(tmp_path / "old")] == [old.id] * 2
     first, *_, last = lines(folder)
     assert (first["event"], first["nodes"], first["world_size"]) == ("start", 2, 4)
     assert first["checkpoint"] is None
@@ -142,35 +142,35 @@ def test_a_start_whose_launcher_was_killed_is_ended_by_the_next(tmp_path):
     with (tmp_path / "starts.jsonl").open("a") as file:
         file.write('{"event": "sta')  # killed while it wrote
     begin(second, 5)
-    found = lines(tmp_path)
-    assert [one["event"] for one in found] == ["start", "end", "start"]
-    assert (found[1]["id"], found[1]["step"], found[1]["time"]) == (first.id, 9, until)
-    assert found[1]["outcome"] == "killed"
+    events = lines(tmp_path)
+    assert [event["event"] for event in events] == ["start", "end", "start"]
+    assert (events[1]["id"], events[1]["step"], events[1]["time"]) == (first.id, 9, until)
+    assert events[1]["outcome"] == "killed"
 
 
 def test_of_attempts_before_the_run_only_a_failed_one_is_in_the_summary(tmp_path):
-    """Not a refusal, nor one that only showed the result of a finished run."""
+    """A refusal is not, nor is an attempt that only showed the result of a finished run."""
     for code, cause, written in (
         (2, "setting", []),
         (0, "", []),
         (1, "exception", ["start", "end"]),
     ):
-        one = Starts(folder=tmp_path, limit=3, about=ABOUT)
-        one.begin()
-        one.end({0: code}, [failures.record(reason="", cause=cause)] * bool(cause), "")
+        starts = Starts(folder=tmp_path, limit=3, about=ABOUT)
+        starts.begin()
+        starts.end({0: code}, [failures.record(reason="", cause=cause)] * bool(cause), "")
         assert lines(tmp_path) == []
-        one.write()
-        assert [found["event"] for found in lines(tmp_path)] == written
+        starts.write()
+        assert [line["event"] for line in lines(tmp_path)] == written
     assert lines(tmp_path)[1]["cause"] == "exception"
 
 
 # ---- whether a scheduler starts a run again ------------------------------------------------------
 @pytest.mark.parametrize(
-    ("began", "newest", "code", "marks", "wanted"),
+    ("began", "newest", "code", "steps", "wanted"),
     [
         (-1, 20, 0, [], 0),
         (-1, 20, 2, [], 2),
-        (20, 40, 2, [-1], 2),  # a wrong setting, met late
+        (20, 40, 2, [-1], 2),  # a wrong setting that was found late
         (-1, 20, 1, [], 75),
         (20, 40, 1, [-1], 75),
         (20, 20, 1, [-1], 1),
@@ -183,19 +183,19 @@ def test_of_attempts_before_the_run_only_a_failed_one_is_in_the_summary(tmp_path
     ],
 )
 def test_a_run_is_started_again_only_where_it_can_get_further(
-    began, newest, code, marks, wanted, tmp_path
+    began, newest, code, steps, wanted, tmp_path
 ):
     lines = []
-    for number, mark in enumerate(marks):
+    for number, step in enumerate(steps):
         record = {"event": "start", "id": f"{number}.0", "launch": number, "time": 1.0 + number}
-        record["checkpoint"] = None if mark < 0 else mark
+        record["checkpoint"] = None if step < 0 else step
         restart = {"id": f"{number}.1", "time": 1.5 + number, "checkpoint": 1000}
         lines += [record, record | {"event": "end"}, record | restart]
     append(tmp_path / "starts.jsonl", *lines)
     if began >= 0:
         save(tmp_path, began)
-    at_the_start = attempts.marks(tmp_path)
-    assert at_the_start == [*marks, began], "a restart in place belongs to its launch"
+    at_the_start = attempts.steps_at_launches(tmp_path)
+    assert at_the_start == [*steps, began], "a restart in place belongs to its launch"
     if newest > began:
         save(tmp_path, newest)
     code, why = attempts.requeue(tmp_path, at_the_start, code)

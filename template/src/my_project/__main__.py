@@ -8,7 +8,7 @@ import sys
 
 from .safety import search_path
 
-COMMANDS = {  # and their modules; those of a folder that was deleted are left out
+COMMANDS = {  # and their modules; commands whose module was deleted are not shown
     "train": "launching.train",
     **dict.fromkeys(search_path.ON_WEIGHTS, "commands"),
     "runs": "tools.runs",
@@ -34,16 +34,16 @@ def main() -> None:
 
     folder = Path(__file__).parent
     files = {name: folder / f"{at.replace('.', '/')}.py" for name, at in COMMANDS.items()}
-    found = {name: file for name, file in files.items() if file.exists()}
+    available = {name: file for name, file in files.items() if file.exists()}
     command = sys.argv[1] if len(sys.argv) > 1 else "--help"
     if command in ("-h", "--help"):
         print(f"usage: python -m {__package__} COMMAND ...; COMMAND --help lists its options\n")
-        for name, file in found.items():
+        for name, file in available.items():
             text = file.read_text(encoding="utf-8").strip('"')
             text = getattr(commands, name).__doc__ if name in search_path.ON_WEIGHTS else text
             print(f"  {name:10} {text.splitlines()[0]}")
-    elif command not in found:
-        hint = did_you_mean(command, found) or f"; use one of {', '.join(found)}."
+    elif command not in available:
+        hint = did_you_mean(command, available) or f"; use one of {', '.join(available)}."
         exit_with_error(ConfigError(f"there is no command {command}{hint}"))
     elif command in search_path.ON_WEIGHTS:
         getattr(commands, command)(sys.argv[2:])

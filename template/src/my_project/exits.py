@@ -1,4 +1,4 @@
-"""How a command runs: its parser, its exit code, what it says of an error, and what it logs."""
+"""How a command runs: its parser, its exit code, its error messages and its log."""
 
 import argparse
 import gc
@@ -38,7 +38,7 @@ from .words import printable, say, short_path
 
 
 def make_parser(description: str | None, command: str = "") -> argparse.ArgumentParser:
-    """Return an argument parser for a command; its name is by default that of its module."""
+    """Return an argument parser for a command, by default named after its module."""
     return argparse.ArgumentParser(
         prog=f"python -m {__package__} {command or Path(sys.argv[0]).stem}",
         description=cleandoc(description or ""),
@@ -56,10 +56,10 @@ class Outcome:
 
 @contextmanager
 def errors_reported(outcome: Outcome, failures: Any = Exception) -> Iterator[None]:
-    """Report what the block raises, and turn it into an exit code.
+    """Report an exception of the block, and turn it into an exit code.
 
     A ConfigError, which the user can fix, gives a message and its own code. Any other exception
-    gives an error file (failures.py) and the traceback: 2 where it would come again, otherwise 1.
+    gives an error file (failures.py), the traceback, and exit code 2 if it would repeat, else 1.
     """
     try:
         yield
@@ -70,7 +70,7 @@ def errors_reported(outcome: Outcome, failures: Any = Exception) -> Iterator[Non
         outcome.code = 130
     except failures as error:
         frames = error.__traceback__
-        while frames and frames.tb_frame.f_code.co_filename == __file__:  # of the contexts here
+        while frames and frames.tb_frame.f_code.co_filename == __file__:  # skip frames of this file
             frames = frames.tb_next
         failure = report_once(error.with_traceback(frames))
         name = f"[{process_name()}] " * (world()[0] > 1)
@@ -87,7 +87,7 @@ def run(main: Callable[..., int | None], *arguments: Any) -> NoReturn:
 
 
 def run_on_all_ranks(main: Callable[..., int], *arguments: Any) -> NoReturn:
-    """Run a command that each rank of a launch runs."""
+    """Run a command as a rank of a launch, and exit with its code."""
     with on_all_ranks() as outcome:
         outcome.code = main(*arguments)
     raise AssertionError("on_all_ranks ends the process")
@@ -95,8 +95,8 @@ def run_on_all_ranks(main: Callable[..., int], *arguments: Any) -> NoReturn:
 
 @contextmanager
 def on_all_ranks() -> Iterator[Outcome]:
-    """Run the block as a rank of a launch: with its log, and exit with its code."""
-    gc.enable()  # parse_command_line has turned it off for the imports
+    """Run the block as a rank of a launch, with its log; exit with the code of the outcome."""
+    gc.enable()  # parse_command_line turned it off for the imports
     write_logs()
     set_up_logging()
     outcome = Outcome()
@@ -104,9 +104,9 @@ def on_all_ranks() -> Iterator[Outcome]:
         yield outcome
     code = outcome.code or 0
     if code == PREEMPTED and int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")) > 0:
-        code = 0  # on another code torchrun would immediately restart the preempted run
+        code = 0  # torchrun would restart the preempted run after any other code
     if threading.current_thread() is threading.main_thread():
-        for number in STOP_SIGNALS:  # how the run has ended stays, however its teardown is told
+        for number in STOP_SIGNALS:  # a signal during teardown must not change the outcome
             signal.signal(number, signal.SIG_IGN)
     sys.stdout.flush()
     sys.stderr.flush()
@@ -121,34 +121,34 @@ _TRAINING = threading.Lock()
 
 @contextmanager
 def one_at_a_time() -> Iterator[None]:
-    """Refuse a run while this process trains another one, in another thread.
+    """Refuse a run while another thread of this process trains another run.
 
-    Both would draw from one set of random generators, and share accelerate's global state.
+    Both would draw from the same random generators, and share accelerate's global state.
     """
     if _TRAINING.locked():
         raise ConfigError(
-            "this process trains another run in another thread, and both would draw from the same"
-            " random generators: train one after the other, or each in a process of its own."
+            "another thread of this process is training another run, and both would draw from the"
+            " same random generators: train one after the other, or each in its own process."
         )
     with _TRAINING:
         yield
 
 
 FOR_DEVELOPERS = re.compile("(Deprecation|Future|Resource)Warning$")
-# as warnings.formatwarning writes one: file, line, category, message, line of code
-PYTHONS = re.compile(r"(.+?:\d+): (\w+): (.*?)(?:\n  [^\n]*)?\n", re.DOTALL)
-LONGEST = 300  # characters of a warning on the screen
+# The format of warnings.formatwarning: file, line, category, message, line of code.
+PYTHON_WARNING = re.compile(r"(.+?:\d+): (\w+): (.*?)(?:\n  [^\n]*)?\n", re.DOTALL)
+MAX_WARNING_LENGTH = 300  # characters on the screen
 
 
 class Warned:
-    """The warnings of Python and of libraries in rank 0, those of a line of code once.
+    """The warnings of Python and of libraries in rank 0, one for each line of code that warns.
 
-    Under the launcher, where stderr is a log file, each is shown on the terminal too, as one line.
-    What tells developers of later versions is counted only.
+    Under the launcher, where stderr is a log file, each is also shown on the terminal, as one line.
+    Warnings for developers, such as about deprecations, are only counted.
     """
 
     def __init__(self) -> None:
-        # whether a line of code, by its hash, has warned; shared with loader workers, which fork
+        # a byte for each hash of a line of code: whether it has warned; shared with loader workers
         self.lines: Any = b""
 
     @property
@@ -157,21 +157,21 @@ class Warned:
         return len(self.lines) - self.lines[:].count(b"\0")
 
     def start(self) -> None:
-        """Note warnings from now on: by the records, which some loggers pass on to no other."""
+        """Count warnings from now on as their records are made: loggers may not propagate them."""
         self.lines = mmap.mmap(-1, 1 << 16)
         logging.setLogRecordFactory(partial(self._note, logging.getLogRecordFactory()))
 
-    def _note(self, make: Callable, *arguments: Any, **more: Any) -> logging.LogRecord:
-        record: logging.LogRecord = make(*arguments, **more)
-        with suppress(Exception):  # a message that cannot be formatted, a terminal that was closed
-            is_warning = record.levelno >= logging.WARNING and not _is_of_project(record)
+    def _note(self, make: Callable, *arguments: Any, **options: Any) -> logging.LogRecord:
+        record: logging.LogRecord = make(*arguments, **options)
+        with suppress(Exception):  # a message that cannot be formatted, a closed terminal
+            is_warning = record.levelno >= logging.WARNING and not _is_from_project(record)
             if is_warning and is_printed(record.name):
                 place, kind = f"{record.pathname}:{record.lineno}", record.name
                 text = record.getMessage()
-                if kind == "py.warnings" and (found := PYTHONS.fullmatch(text)):
-                    place, kind, text = found.groups()
-                at = zlib.crc32(f"{kind} {place}".encode()) % len(self.lines)
-                is_new, self.lines[at] = not self.lines[at], 1
+                if kind == "py.warnings" and (match := PYTHON_WARNING.fullmatch(text)):
+                    place, kind, text = match.groups()
+                index = zlib.crc32(f"{kind} {place}".encode()) % len(self.lines)
+                is_new, self.lines[index] = not self.lines[index], 1
                 if is_new and LOGS in os.environ and not FOR_DEVELOPERS.search(kind):
                     show_warning(kind, text, place)
         return record
@@ -181,15 +181,15 @@ WARNED = Warned()
 
 
 def show_warning(kind: str, text: str, place: str) -> None:
-    """Write a warning to the terminal alone, above the bar, which the next step draws again."""
-    text = printable(textwrap.shorten(mask(text), LONGEST, placeholder="..."))
+    """Write a warning only to the terminal, above the bar, which the next step redraws."""
+    text = printable(textwrap.shorten(mask(text), MAX_WARNING_LENGTH, placeholder="..."))
     place = short_path(re.sub(".*/(site|dist)-packages/", "", place))
     erased = "\r\x1b[K" * can_redraw()
     os.write(1, f"{erased}warning: {kind}: {text} ({place})\n".encode())
 
 
 def is_printed(name: str) -> bool:
-    """Return whether a logger's records go to stderr: by the root's handlers, or by its own."""
+    """Return whether a logger's records go to stderr, by the root's handlers or its own."""
     logger = logging.getLogger(name)
     while logger.propagate and logger.parent:
         logger = logger.parent
@@ -198,30 +198,30 @@ def is_printed(name: str) -> bool:
 
 
 def _is_stderr(stream: Any) -> bool:
-    """Return whether a stream writes to stderr, as one that a library has kept still does."""
+    """Return whether a stream writes to stderr, such as an old sys.stderr that a library kept."""
     with suppress(Exception):  # None, or a stream without a file
         return stream is sys.stderr or stream.fileno() == 2
     return False
 
 
-def _is_of_project(record: logging.LogRecord) -> bool:
-    """Return whether the project's own code logs this, and not a library or Python's warnings."""
+def _is_from_project(record: logging.LogRecord) -> bool:
+    """Return whether the project's own code logs this, not a library or Python's warnings."""
     return library_of(record.pathname) is None and record.name != "py.warnings"
 
 
 def set_up_logging() -> None:
-    """Log all messages of rank 0; of other ranks only warnings and errors, with the rank.
+    """Log all messages of rank 0; for other ranks only warnings and errors, with the rank.
 
-    What libraries log goes to stderr: under the launcher, which ends a run in one block, to the log
-    file, and of rank 0 as a line to the terminal.
+    Messages of libraries go to stderr. Under the launcher that is the log file, and warnings of
+    rank 0 are also a line on the terminal.
     """
     rank = world()[1]
     prefix = f"[{process_name()}] %(levelname)s " if rank else ""
-    # a copy of stderr, which has the log file also while prepare_data has the terminal
+    # a copy of stderr, which is the log file even while prepare_data sends stderr to the terminal
     stderr = open(os.dup(2), "w") if STDERR else sys.stderr  # noqa: SIM115
     shown, kept = logging.StreamHandler(sys.stdout), logging.StreamHandler(stderr)
-    shown.addFilter(_is_of_project)
-    kept.addFilter(lambda record: not _is_of_project(record))
+    shown.addFilter(_is_from_project)
+    kept.addFilter(lambda record: not _is_from_project(record))
     for handler in (shown, kept):
         handler.setFormatter(MaskedFormatter(f"{prefix}%(message)s"))
     level = logging.WARNING if rank else logging.INFO

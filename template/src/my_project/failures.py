@@ -1,8 +1,8 @@
-"""What a process that fails leaves behind: an error file, read by the launcher and the tools.
+"""Error files: a process that fails writes one, which the launcher and the tools read.
 
-docs/run-folder.md describes its fields. It is in <run folder>/errors/ and, under the launcher, in
-the log folder of the start, there from before the run folder is open, and in a temporary folder.
-The same is written for torchrun, whose last block shows the first failure of all processes.
+docs/run-folder.md describes its fields. It is written to <run folder>/errors/ and, under the
+launcher, to the log folder of the start and to a temporary folder, both of which exist before the
+run folder is open. A file is also written for torchrun, whose summary shows the first failure.
 """
 
 import errno
@@ -26,31 +26,31 @@ from .process import LAUNCHER, LOGS, START, world
 from .safety.redaction import mask
 from .words import say, short_path
 
-FOLDER = "LAUNCH_ERRORS"  # the variable with the folder in which the launcher looks for error files
+FOLDER = "LAUNCH_ERRORS"  # the environment variable: a folder where the launcher reads error files
 CONSEQUENCES = ("lost contact", "waiting")  # causes that follow from the failure of another rank
-OUT_OF_MEMORY = ("out of memory", "out of host memory")  # of the device, and of the host
-LATE_SECONDS = 2.0  # a watchdog looks once a second
-# As printed in the message of an exception that a loader worker passed on.
+OUT_OF_MEMORY = ("out of memory", "out of host memory")  # on the device; on the host
+LATE_SECONDS = 2.0  # more than the watchdog's interval of one second
+# A frame in the message of an exception that a loader worker has passed on.
 FRAME = re.compile(r'  File "(.+)", line (\d+), in (.+)(?:\n    (\S.*))?')
 WORKER_TRACEBACK = "Original Traceback (most recent call last):"
-# What libraries say, where no type or number tells the cause.
+# Causes by the messages of libraries, for errors whose type or errno does not tell the cause.
 SENTENCES = {
-    # torch's tensors and NCCL's buffers, in /dev/shm
+    # torch's tensors and NCCL's buffers in /dev/shm
     "full shared memory": re.compile(
         r"file </torch_.*\(28\)|out of shared memory|creating shared memory segment"
     ),
-    # gloo, of a size that it did not expect
+    # gloo, when the sizes of ranks differ
     "mismatched collectives": re.compile("collective mismatch"),
-    # safetensors passes on only the text of the error
+    # safetensors, which passes on only the text of the error
     "full disk": re.compile(r"No space left on device|Disk quota exceeded|os error (28|122)\b"),
-    # the second by torch, where a loader worker passes a tensor on
+    # the second is torch's, when a loader worker passes on a tensor
     "too many open files": re.compile("Too many open files|received 0 items of ancdata"),
-    # CUDA and cuBLAS outside of torch's allocator, which has a type for it
+    # CUDA and cuBLAS; torch's allocator raises OutOfMemoryError
     "out of memory": re.compile(r"(CUDA|HIP) (error: )?out of memory|CUBLAS_STATUS_ALLOC_FAILED"),
     "device error": re.compile("device-side assert|illegal memory access|CUDA error"),
     # torch's allocator for the CPU, fork, and C++
     "out of host memory": re.compile("[Cc]an(no|')t allocate memory|std::bad_alloc"),
-    # torch's DataLoader: when its queue fails, or from the signal of a child that has ended
+    # torch's DataLoader, when its queue fails or a child has ended by a signal
     "loader worker": re.compile("DataLoader worker .*(exited unexpectedly|killed by signal)"),
     # gloo and NCCL
     "lost contact": re.compile("gloo/transport|Connection (closed|reset) by peer|NCCL"),
@@ -63,7 +63,7 @@ TYPES = {  # by name, since this module imports no torch
     **dict.fromkeys(("DistStoreError", "DistNetworkError", "DistBackendError"), "lost contact"),
 }
 FULL_DISK = ("ENOSPC", "EDQUOT")
-PYTHON = ("<", os.path.dirname(os.__file__))  # how the names of its own files begin
+PYTHON = ("<", os.path.dirname(os.__file__))  # prefixes of the names of Python's own files
 PACKAGE_FOLDER = os.path.dirname(__file__)
 INSTALLED = re.compile(r".*/(?:site|dist)-packages/([^/]+)")
 
@@ -80,7 +80,7 @@ class Frame:
 
     @property
     def place(self) -> str:
-        """Return the frame in words: "a.py, line 3, in loss: x = 1"."""
+        """Return the frame as text, such as "a.py, line 3, in loss: x = 1"."""
         place = f"{short_path(self.file)}, line {self.line}, in {self.function}"
         return f"{place}: {self.code}" if self.code else place
 
@@ -102,15 +102,15 @@ class Failure:
     errno: str | None = None
     exit_code: int
     attempt: int = 0
-    next_micro_batch_size: int | None = None  # that the launcher tries
+    next_micro_batch_size: int | None = None  # the size that the launcher tries next
     frames: tuple[Frame, ...] = ()
     details: str = ""
-    # null unless the cause is "not finite"
+    # None unless the cause is "not finite"
     skipped_from: int | None = None
     skipped_to: int | None = None
     num_items: float | None = None
     loss_is_finite: bool | None = None
-    source: Path | None = None  # the file that it was read from, which does not have this field
+    source: Path | None = None  # the error file that it was read from; not written to the file
 
     def to_json(self) -> dict[str, Any]:
         """Return the content of the error file."""
@@ -124,47 +124,48 @@ class Failure:
         return self.time - (self.progress_time or self.time)
 
 
-# ---- which was first -----------------------------------------------------------------------------
+# ---- the root cause ------------------------------------------------------------------------------
 def first_failure(failures: list[Failure]) -> Failure | None:
-    """Return the failure that the others follow from, as far as is known; None without one.
+    """Return the failure that most likely caused the others; None without one.
 
-    Of ranks that all skipped too many steps it is one whose own loss was not finite.
+    If all ranks skipped too many steps, it is a rank whose own loss was not finite.
 
     Args:
-        failures: of one launch.
+        failures: the failures of one launch.
     """
-    failures = sorted(failures, key=lambda one: one.time)
-    roots = [one for one in failures if one.cause not in CONSEQUENCES]
-    roots.sort(key=lambda one: (one.cause == "stopped", bool(one.loss_is_finite)))
+    failures = sorted(failures, key=lambda failure: failure.time)
+    roots = [failure for failure in failures if failure.cause not in CONSEQUENCES]
+    roots.sort(key=lambda failure: (failure.cause == "stopped", bool(failure.loss_is_finite)))
     return next(iter(roots or late(failures) or failures), None)
 
 
 def late(failures: list[Failure]) -> list[Failure]:
-    """Return the failures of ranks that went on when others had given up waiting for them.
+    """Return the failures of ranks that went on after others had given up waiting for them.
 
-    Such a rank was stopped, or cut off: it has lost contact after more time without progress than
-    its watchdog allows, as it ran for a part of that time only.
+    Such a rank was suspended or cut off: it lost contact after more time without progress than its
+    watchdog allows, which counts only the time in which the rank ran.
     """
-    waited = [one.idle_seconds for one in failures if one.cause == "waiting"]
-    lost = [one for one in failures if one.cause == "lost contact"]
-    return [one for one in lost if waited and one.idle_seconds > max(waited) + LATE_SECONDS]
+    waited = [failure.idle_seconds for failure in failures if failure.cause == "waiting"]
+    limit = max(waited, default=float("inf")) + LATE_SECONDS
+    lost = [failure for failure in failures if failure.cause == "lost contact"]
+    return [failure for failure in lost if failure.idle_seconds > limit]
 
 
 # ---- frames --------------------------------------------------------------------------------------
 def library_of(file: str) -> str | None:
-    """Return the name of the installed package that a file belongs to; None for a user's own."""
+    """Return the name of the installed package that a file belongs to; None for the user's code."""
     if file.startswith(PACKAGE_FOLDER):
         return None
-    if found := INSTALLED.search(file):
-        return found[1]
+    if match := INSTALLED.search(file):
+        return match[1]
     return "python" if file.startswith(PYTHON) else None
 
 
 def frames_of(error: BaseException) -> list[Frame]:
-    """Return the frames of an exception; of one in a loader worker those in the worker."""
+    """Return the frames of an exception; if it comes from a loader worker, the worker's frames."""
     message = str(error)
-    if found := FRAME.findall(message.partition(WORKER_TRACEBACK)[2]):
-        return [frame_at(file, int(line), name, code) for file, line, name, code in found]
+    if frames := FRAME.findall(message.partition(WORKER_TRACEBACK)[2]):
+        return [frame_at(file, int(line), name, code) for file, line, name, code in frames]
     return frames_in(traceback.extract_tb(error.__traceback__))
 
 
@@ -181,11 +182,11 @@ def frames_in(stack: traceback.StackSummary) -> list[Frame]:
 
 def own_frame(frames: Sequence[Frame]) -> Frame | None:
     """Return the innermost frame that is not in a library."""
-    return next((one for one in reversed(frames) if not one.library), None)
+    return next((frame for frame in reversed(frames) if not frame.library), None)
 
 
-def reason_of(error: BaseException) -> str:
-    """Return an exception and its notes in one line; of a loader worker the exception in it."""
+def exception_reason(error: BaseException) -> str:
+    """Return an exception and its notes in one line; from a loader worker, its own exception."""
     message = str(error)
     if WORKER_TRACEBACK in message:
         message = message.strip().splitlines()[-1].removeprefix(f"{type(error).__name__}: ")
@@ -197,27 +198,27 @@ def reason_of(error: BaseException) -> str:
 
 
 def cause_of(error: BaseException) -> str:
-    """Return the cause of an exception, as an error file names it."""
+    """Return the cause of an exception, as error files name it."""
     if isinstance(error, ConfigError):
         return "setting"
     for kind in type(error).__mro__:
         if kind.__name__ in TYPES:
             return TYPES[kind.__name__]
-    if errno_of(error) in FULL_DISK:
-        return "full shared memory" if _is_of_semaphore(error) else "full disk"
-    if errno_of(error) in ("EMFILE", "ENFILE"):
+    if errno_name(error) in FULL_DISK:
+        return "full shared memory" if _is_semaphore_error(error) else "full disk"
+    if errno_name(error) in ("EMFILE", "ENFILE"):
         return "too many open files"
-    if _is_of_multiprocessing(error):
+    if _is_multiprocessing_error(error):
         return "loader worker"
-    found = (cause for cause, pattern in SENTENCES.items() if pattern.search(str(error)))
-    cause = next(found, "exception")
-    # torch raises RuntimeErrors; a ConnectionError is the user's
-    is_of_user = cause == "lost contact" and not isinstance(error, RuntimeError)
-    return "exception" if is_of_user else cause
+    causes = (cause for cause, pattern in SENTENCES.items() if pattern.search(str(error)))
+    cause = next(causes, "exception")
+    # torch raises a RuntimeError; a ConnectionError comes from the user's code
+    is_users_error = cause == "lost contact" and not isinstance(error, RuntimeError)
+    return "exception" if is_users_error else cause
 
 
 def is_transient(error: BaseException | None) -> bool:
-    """Return whether a network or a disk was the cause, so that another try may succeed."""
+    """Return whether the network or a disk was the cause, so that a retry may succeed."""
     names, numbers = set(), set()
     while error:
         names |= {kind.__name__ for kind in type(error).__mro__}
@@ -229,30 +230,30 @@ def is_transient(error: BaseException | None) -> bool:
     return is_network or bool(numbers & {errno.EIO, errno.ESTALE})
 
 
-def errno_of(error: BaseException) -> str | None:
-    """Return the name of an operating system's error, such as ENOSPC, or of its cause's."""
+def errno_name(error: BaseException) -> str | None:
+    """Return the name of the errno of an exception or of its cause, such as ENOSPC."""
     number = getattr(error, "errno", None) or getattr(error.__cause__, "errno", None)
     return errno.errorcode.get(number) if isinstance(number, int) else None
 
 
-def _is_of_multiprocessing(error: BaseException) -> bool:
-    """Return whether the connection to a loader worker broke, or its socket has gone with it."""
+def _is_multiprocessing_error(error: BaseException) -> bool:
+    """Return whether the connection to a loader worker broke, or its socket is gone."""
     frames = traceback.extract_tb(error.__traceback__)
     if not isinstance(error, (ConnectionError, EOFError, FileNotFoundError)) or not frames:
         return False
     return os.path.basename(os.path.dirname(frames[-1].filename)) == "multiprocessing"
 
 
-def _is_of_semaphore(error: BaseException) -> bool:
-    """Return whether multiprocessing could not make a semaphore or a buffer, in /dev/shm."""
+def _is_semaphore_error(error: BaseException) -> bool:
+    """Return whether multiprocessing could not create a semaphore or a buffer in /dev/shm."""
     frames = traceback.extract_tb(error.__traceback__)
     return bool(frames) and frames[-1].filename in (synchronize.__file__, shared_memory.__file__)
 
 
 # ---- error files ---------------------------------------------------------------------------------
 def record_of(error: BaseException) -> Failure:
-    """Return the content of the error file for an exception before the run's first step."""
-    cause, reason = cause_of(error), reason_of(error)
+    """Return the failure that an exception is; the run adds what it knows (step, launch)."""
+    cause, reason = cause_of(error), exception_reason(error)
     if cause in ("setting", "not finite"):
         reason = str(error)
     elif cause == "lost contact":
@@ -262,17 +263,18 @@ def record_of(error: BaseException) -> Failure:
     elif cause == "full shared memory":
         reason = f"/dev/shm is full ({reason}): make it larger, or set fewer batches.workers"
     would_repeat = cause == "exception" and not is_transient(error)
-    found = record(
+    failure = record(
         reason=reason,
         cause=cause,
         frames=frames_of(error) if cause not in ("setting", "not finite") else [],
         details="".join(traceback.format_exception(error)),
         exit_code=error.exit_code if isinstance(error, ConfigError) else 1 + would_repeat,
     )
-    at = None if cause == "loader worker" else found.at  # where the process noticed it
+    # the frame of a lost loader worker is only where this process noticed it
+    at = None if cause == "loader worker" else failure.at
     has_facts = cause in ("not finite", *OUT_OF_MEMORY)
     facts = getattr(error, "facts", {}) if has_facts else {}
-    return replace(found, at=at, errno=errno_of(error), **facts)
+    return replace(failure, at=at, errno=errno_name(error), **facts)
 
 
 def record(
@@ -283,8 +285,8 @@ def record(
     details: str = "",
     exit_code: int = 1,
 ) -> Failure:
-    """Return a failure of this process now; secrets are masked."""
-    frames = tuple(replace(one, code=mask(one.code)) for one in frames)
+    """Return a failure of this process at this moment, with secrets masked."""
+    frames = tuple(replace(frame, code=mask(frame.code)) for frame in frames)
     restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     return Failure(
         rank=world()[1],
@@ -302,11 +304,11 @@ def record(
 
 
 def reason_in_status(failure: Failure, silent: Sequence[str] = ()) -> str:
-    """Return what status.json says of the first failure.
+    """Return the reason that status.json gives for a failed run.
 
     Args:
-        failure: the first.
-        silent: the ranks that left no error file.
+        failure: the first failure.
+        silent: the names of the ranks that left no error file.
     """
     reason = f"rank {failure.rank} on {failure.host}, step {failure.step}: {failure.reason}"
     if silent and failure.cause in CONSEQUENCES:
@@ -316,22 +318,22 @@ def reason_in_status(failure: Failure, silent: Sequence[str] = ()) -> str:
 
 
 def write_error(folder: Path, failure: Failure) -> None:
-    """Write an error file into errors/ of a run folder; the names sort by time."""
+    """Write an error file to errors/ in a run folder; the file names sort by time."""
     now = datetime.now(UTC).strftime("%Y%m%dT%H%M%S")
     name = f"{now}_rank_{failure.rank:05d}_step_{failure.step or 0:08d}.json"
     (folder / "errors").mkdir(parents=True, exist_ok=True)
     write_atomically(folder / "errors" / name, json.dumps(failure.to_json(), indent=1) + "\n")
 
 
-def remove_old_errors(folder: Path, most: int) -> None:
-    """Remove the oldest error files of a run folder: a thousand restarts leave millions."""
-    for path in sorted((folder / "errors").glob("*_rank_*_step_*.json"))[:-most]:
+def remove_old_errors(folder: Path, limit: int) -> None:
+    """Remove the oldest error files of a run folder: a thousand restarts would leave millions."""
+    for path in sorted((folder / "errors").glob("*_rank_*_step_*.json"))[:-limit]:
         with suppress(OSError):
             path.unlink()
 
 
 def report_once(error: BaseException) -> Failure:
-    """Report an exception, unless the run has, which knows more; return what was reported."""
+    """Report an exception, unless the run, which knows more, has done so; return its failure."""
     failure: Failure | None = getattr(error, "failure", None)
     if failure is None:
         failure = record_of(error)
@@ -340,18 +342,18 @@ def report_once(error: BaseException) -> Failure:
 
 
 def report(failure: Failure) -> None:
-    """Write an error file for the launcher or torchrun, whichever started this process."""
+    """Write the error files for the launcher or torchrun, whichever started this process."""
     write_to_logs("rank", failure.to_json())
     if folder := os.environ.get(FOLDER):
         with suppress(OSError):
             path = Path(folder, f"{failure.time:017.6f}_{os.getpid()}.json")
             write_atomically(path, json.dumps(failure.to_json()))
     if file := os.environ.get("TORCHELASTIC_ERROR_FILE"):
-        # torchrun shows py_callstack of the failure with the smallest timestamp, in whole seconds:
-        # a minute later, so that what follows from the failure of another rank does not hide it
+        # torchrun shows the py_callstack of the failure with the smallest timestamp, in whole
+        # seconds; a consequence gets one a minute later, so that it does not hide its cause
         shown = f"{failure.details}\n{failure.reason}"
         if failure.cause == "setting":
-            shown = f"error: {failure.reason}"  # a sentence is enough
+            shown = f"error: {failure.reason}"  # the user needs no traceback
         when = int(failure.time) + 60 * (failure.cause in CONSEQUENCES)
         extra = {"py_callstack": shown, "timestamp": str(when)}
         content = {"message": {"message": failure.reason, "extraInfo": extra}}
@@ -361,14 +363,14 @@ def report(failure: Failure) -> None:
 
 
 def note_signal(name: str) -> None:
-    """Note that this process has been told to stop: it may be killed before it can report."""
+    """Write to the logs that this process was told to stop: it may be killed before it reports."""
     LAUNCHER.stop_signal = name
-    told = {"rank": world()[1], "host": socket.gethostname(), "signal": name, "time": time.time()}
-    write_to_logs("signal_rank", told)
+    note = {"rank": world()[1], "host": socket.gethostname(), "signal": name, "time": time.time()}
+    write_to_logs("signal_rank", note)
 
 
 def write_to_logs(kind: str, content: dict[str, Any]) -> None:
-    """Write what this process reports into the log folder that the launcher has made, if any."""
+    """Write a JSON file of this process to the log folder of the launcher, if there is one."""
     if folder := os.environ.get(LOGS):
         with suppress(OSError):
             path = Path(folder, f"{kind}_{world()[1]:05d}.json")
@@ -376,11 +378,11 @@ def write_to_logs(kind: str, content: dict[str, Any]) -> None:
 
 
 def say_error(error: ConfigError) -> int:
-    """Print the error; return its exit code.
+    """Print an error; return its exit code.
 
-    All processes of a launch meet the same error. Local rank 0 prints it immediately; the others
-    print it only if the launcher has not ended them within 5 s. Launchers return 1 for any exit
-    code of their processes, so the launcher reads code and message from the error file.
+    All processes of a launch raise the same error. Local rank 0 prints it immediately; the others
+    print it only if the launcher has not ended them within 5 s. torchrun returns 1 for any exit
+    code of its processes; our launcher reads code and message from the error file.
     """
     report_once(error)
     if os.environ.get("LOCAL_RANK", "0") != "0":
@@ -390,5 +392,5 @@ def say_error(error: ConfigError) -> int:
 
 
 def exit_with_error(error: ConfigError) -> NoReturn:
-    """Print the error, and exit with its code."""
+    """Print an error, and exit with its code."""
     raise SystemExit(say_error(error))

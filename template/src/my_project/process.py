@@ -1,9 +1,10 @@
-"""The launcher of this process: rank, world size, where output goes, whether it still runs.
+"""The process and its launcher: rank, world size, where output goes, when the launcher ends.
 
-A launcher that is killed sends no signal, so each of its processes watches the pipe that Python's
-multiprocessing holds to it, polls whether it is still its parent (torchrun has no pipe), and exits
-if not: no orphan keeps training. A process that was started without a launcher outlives its shell.
-Imports no torch, since a launcher may be killed while its processes import.
+A launcher that is killed sends no signal. So each of its processes watches the pipe that Python's
+multiprocessing keeps open to the launcher, polls whether the launcher is still its parent (torchrun
+has no pipe), and exits if not: no orphan keeps training. A process that was started without a
+launcher outlives its shell. Imports no torch, since a launcher may be killed while its processes
+import.
 """
 
 import ctypes
@@ -25,7 +26,7 @@ from typing import Any
 from .files import open_own
 
 LIBC: Any = ctypes.CDLL(None) if sys.platform == "linux" else None
-PREEMPTED = 75  # the exit code of a run that was stopped and saved: the same command continues it
+PREEMPTED = 75  # the exit code of a run that saved and stopped: the same command continues it
 
 
 def world() -> tuple[int, int]:
@@ -48,12 +49,9 @@ def prctl(option: int, value: int | bytes) -> None:
 
 
 def end_children() -> None:
-    """Kill all descendants of this process, such as loader workers, which would outlive os._exit.
-
-    Imports psutil here: a process may be ended while it imports.
-    """
+    """Kill all descendants of this process: loader workers, for example, outlive os._exit."""
     with suppress(Exception):
-        import psutil
+        import psutil  # not at the top: this process may have to end while it imports
 
         for process in psutil.Process().children(recursive=True):
             with suppress(psutil.NoSuchProcess):
@@ -61,32 +59,33 @@ def end_children() -> None:
 
 
 def attempts() -> dict[str, int]:
-    """Return the number of this attempt in each launch that this process belongs to, by its name.
+    """Return the attempt number in each launch that this process belongs to, by launch name.
 
-    A launch starts the same command again with a higher number: the launcher and torchrun in place,
-    Slurm when it requeues a job. accelerate launch of one process, and no launcher, never do.
+    A launch starts the same command again with a higher number: our launcher and torchrun in place,
+    Slurm when it requeues a job. Neither accelerate launch of one process nor a process without a
+    launcher has attempts.
     """
-    names = os.environ
-    launch, _, count = names.get(START, "").rpartition(".")
-    found = {launch: count} if launch else {}
-    restarts = names.get("TORCHELASTIC_RESTART_COUNT")
+    environment = os.environ
+    launch, _, count = environment.get(START, "").rpartition(".")
+    numbers = {launch: count} if launch else {}
+    restarts = environment.get("TORCHELASTIC_RESTART_COUNT")
     if restarts and not launch:
         # <folder of this torchrun>/attempt_<n>/<local rank>/error.json; its run ID may be "none"
-        folder = names.get("TORCHELASTIC_ERROR_FILE", "").rpartition("/attempt_")[0]
-        found = {f"torchrun {socket.gethostname()} {folder or os.getppid()}": restarts}
-    if job := names.get("SLURM_JOB_ID"):
-        found |= {f"Slurm job {job}": names.get("SLURM_RESTART_COUNT") or "0"}
-    return {name: int(count) for name, count in found.items()}
+        folder = environment.get("TORCHELASTIC_ERROR_FILE", "").rpartition("/attempt_")[0]
+        numbers = {f"torchrun {socket.gethostname()} {folder or os.getppid()}": restarts}
+    if job := environment.get("SLURM_JOB_ID"):
+        numbers |= {f"Slurm job {job}": environment.get("SLURM_RESTART_COUNT") or "0"}
+    return {name: int(number) for name, number in numbers.items()}
 
 
-GARBAGE_OBJECTS = 10_000  # Python's own limit is 700 to 2,000
+GARBAGE_OBJECTS = 10_000  # Python's own threshold is 700 to 2,000
 
 
 @contextmanager
 def no_garbage_collection() -> Iterator[None]:
-    """Turn Python's garbage collector off for imports, a quarter of whose time it would take.
+    """Turn Python's garbage collector off for imports, where it would take a quarter of the time.
 
-    Importing torch makes some 350,000 objects, nearly none of them garbage.
+    Importing torch creates some 350,000 objects, and almost none of them is garbage.
     """
     was_enabled = gc.isenabled()
     gc.disable()
@@ -101,11 +100,11 @@ def no_garbage_collection() -> Iterator[None]:
 def garbage_collected_at_records() -> Iterator[None]:
     """Keep Python's garbage collector from pausing ranks at different steps, for the block.
 
-    Any rank that pauses delays all of them. So what exists now is not looked at again (a full
-    collection would take a tenth of a second), records/recorder.py collects after the same step on
-    all ranks, and between these calls a collection starts by itself only when the objects that were
-    made, less those freed, exceed GARBAGE_OBJECTS: reference cycles made in every step stay
-    bounded where records are rare.
+    A rank that pauses delays all ranks. So objects that exist now are not examined again (a full
+    collection would take a tenth of a second), and records/recorder.py collects after the same step
+    on all ranks. Between its calls a collection starts by itself only when the number of objects
+    created, less those freed, exceeds GARBAGE_OBJECTS: this bounds the reference cycles of steps if
+    records are rare.
     """
     limits = gc.get_threshold()
     gc.collect()
@@ -115,63 +114,65 @@ def garbage_collected_at_records() -> Iterator[None]:
         yield
     finally:
         gc.set_threshold(*limits)
-        gc.unfreeze()  # C++ modules report what is left at the end as leaked
+        gc.unfreeze()  # otherwise C++ modules report frozen objects as leaked at exit
 
 
-HELD_SECONDS = 30.0  # after a watchdog's limit, before it is taken for stuck itself
+HELD_SECONDS = 30.0  # a watchdog that has not reported so long after its limit is itself stuck
 
 
 def stacks_file(logs: str, rank: int) -> Path:
-    """Return the file in the log folder for the stacks of a rank that cannot report any more."""
+    """Return the file in the log folder for the stacks of a rank that can no longer report."""
     return Path(logs, f"stacks_{rank:05d}.txt")
 
 
-START = "LAUNCH_START"  # the variable with the name of this start in starts.jsonl
-NODES = "LAUNCH_NODES"  # the variable that says how many nodes take part: "3 of 4"
-LOGS = "LAUNCH_LOGS"  # the variable with the folder into which this process writes its output
-BLAMED = "BLAMED_NODES"  # the variable with a file for hosts to leave out, see slurm.sbatch
-DRY_RUN = "LAUNCH_DRY_RUN"  # the variable that is set in a dry run, in which each check has a line
-STDERR: list[int] = []  # a copy of the terminal's, once a log file has taken its place
+# Environment variables.
+START = "LAUNCH_START"  # the name of this start in starts.jsonl
+NODES = "LAUNCH_NODES"  # how many nodes take part, such as "3 of 4"
+LOGS = "LAUNCH_LOGS"  # the folder for the output of this process
+BLAMED = "BLAMED_NODES"  # a file for the names of hosts at fault (launch/slurm.sbatch)
+DRY_RUN = "LAUNCH_DRY_RUN"  # set in a dry run, in which each check prints a line
+
+STDERR: list[int] = []  # a copy of the terminal's descriptor, once a log file has replaced it
 
 
 def note_blamed(hosts: Iterable[str]) -> None:
-    """Write down hosts that are at fault, for a scheduler that can leave them out of a next try."""
+    """Write the names of hosts at fault for a scheduler, which can leave them out of a retry."""
     if path := os.environ.get(BLAMED):
         with suppress(OSError), open_own(path, "ab") as file:
             file.write("".join(f"{host}\n" for host in hosts).encode())
 
 
 def can_redraw() -> bool:
-    """Return whether stdout is a terminal on which the last line can be drawn again."""
+    """Return whether stdout is a terminal on which the last line can be redrawn."""
     return sys.stdout.isatty() and os.environ.get("TERM") not in ("dumb", "unknown")
 
 
 def say_that_it_imports() -> None:
-    """Say on a terminal what the first seconds of a command are spent on."""
+    """Print on a terminal what takes the first seconds of a command."""
     if can_redraw():
         print("importing torch and the recipe", flush=True)
 
 
 class _DroppingFile(io.FileIO):
-    """A descriptor that drops what cannot be written: its reader may be gone, or its disk full."""
+    """A file that drops what cannot be written: its reader may be gone, or its disk full."""
 
     def write(self, data: Any) -> int:
         left = memoryview(data).cast("B")
         with suppress(OSError):
             while left:
-                left = left[super().write(left) or len(left) :]  # None: it would block
+                left = left[super().write(left) or len(left) :]  # None: the write would block
         return len(data)
 
 
 def never_fail_to_print() -> None:
-    """Let no print of this process raise, whether its reader is gone or its encoding is ASCII."""
+    """Make print never raise in this process, even if its reader is gone or its encoding ASCII."""
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
-        if type(stream) is io.TextIOWrapper:  # not where a test or a notebook has replaced it
-            # not buffered: what is interrupted by a signal would be written again
+        if type(stream) is io.TextIOWrapper:  # a test or a notebook may have replaced it
+            # unbuffered: a buffer that is interrupted by a signal would be written again
             raw: Any = _DroppingFile(stream.fileno(), "w", closefd=False)
-            how: Any = {"encoding": stream.encoding, "errors": "backslashreplace"}
-            setattr(sys, name, io.TextIOWrapper(raw, **how, line_buffering=True))
+            options: Any = {"encoding": stream.encoding, "errors": "backslashreplace"}
+            setattr(sys, name, io.TextIOWrapper(raw, **options, line_buffering=True))
 
 
 class CopiedStream:
@@ -182,7 +183,7 @@ class CopiedStream:
         self.file = file
 
     def write(self, text: str) -> int:
-        """Write to both: a full disk, or a terminal that was closed, must not end the run."""
+        """Write to both; a full disk or a closed terminal must not end the run."""
         with suppress(OSError):
             self.file.write(text.encode(errors="replace"))
         with suppress(OSError):
@@ -199,11 +200,11 @@ class CopiedStream:
 
 
 def write_logs() -> None:
-    """Under the launcher, write the output of this process of a run to a file of its own.
+    """Under the launcher, write the output of this process to a log file of its own.
 
-    The terminal gets only what rank 0 prints, and a line for each of its warnings (exits.Warned);
-    what it writes to stderr, and what other ranks write, goes to their files. What C code of rank 0
-    writes to stdout (NCCL_DEBUG) is on the terminal only.
+    The terminal shows only what rank 0 prints, and a line for each of its warnings (exits.Warned).
+    The stderr of rank 0 and all output of the other ranks go to their log files only; what C code
+    of rank 0 writes to stdout (NCCL_DEBUG) goes to the terminal only.
     """
     folder = os.environ.get(LOGS)
     if not folder:
@@ -211,7 +212,7 @@ def write_logs() -> None:
     rank = world()[1]
     try:
         file = open_own(os.path.join(folder, f"rank_{rank:05d}.log"), "ab", buffering=0)
-    except OSError:  # a full disk: the start of the run says so
+    except OSError:  # a full disk, which the start of the run reports
         return
     STDERR[:] = [os.dup(2)]
     _set_stderr(file.fileno())
@@ -220,7 +221,7 @@ def write_logs() -> None:
     else:
         sys.stdout.flush()
         os.dup2(file.fileno(), 1)
-        if isinstance(sys.stdout, io.TextIOWrapper):  # os._exit flushes nothing
+        if isinstance(sys.stdout, io.TextIOWrapper):  # by line, since os._exit flushes nothing
             sys.stdout.reconfigure(line_buffering=True)
 
 
@@ -231,7 +232,7 @@ def _set_stderr(descriptor: int) -> None:
 
 @contextmanager
 def stderr_on_terminal() -> Iterator[None]:
-    """Give stderr back to the terminal for the block, so that the bar of a download is seen."""
+    """Send stderr to the terminal for the block, so that the bar of a download is shown."""
     log = os.dup(2)
     _set_stderr(STDERR[0])
     try:
@@ -243,8 +244,8 @@ def stderr_on_terminal() -> Iterator[None]:
 
 POLL_SECONDS = 1.0
 STOP_SIGNALS = {signal.SIGTERM, signal.SIGINT, signal.SIGUSR1}
-# After a stop signal in startup, how long a process may take to reach the loop, which saves. It
-# may never reach it: a collective with a rank that has exited does not return.
+# How long a process may take after a stop signal in startup to reach the loop, which saves. It may
+# never get there, since a collective with a rank that has exited does not return.
 REACH_LOOP_SECONDS = 30.0
 SET_BY_LAUNCHERS = ("ACCELERATE_MIXED_PRECISION", "TORCHELASTIC_RUN_ID")  # accelerate, torchrun
 
@@ -255,9 +256,9 @@ class Launcher:
     def __init__(self) -> None:
         self.pid: int | None = None
         self.ends_process = True  # False in the training loop, which saves first (StopRequest)
-        self.leave_at = float("inf")  # time.monotonic()
+        self.leave_at = float("inf")  # when this process exits after a stop signal; monotonic
         self.stop_signal = ""  # the name of the first signal that told this process to stop
-        self._signals = -1  # a pipe that gets the number of each signal Python has a handler for
+        self._signals = -1  # a pipe; Python writes the number of each signal with a handler to it
         self._pipe: list[int] = []  # readable once the parent has ended
 
     @property
@@ -269,7 +270,7 @@ class Launcher:
         """Exit this process when the launcher has ended, or when a stop signal has no effect.
 
         Args:
-            pid: of the launcher, which may have ended already; by default this process's parent.
+            pid: the launcher, which may have ended already; by default the parent of this process.
         """
         if self.pid is None and any(name in os.environ for name in SET_BY_LAUNCHERS):
             self.pid = pid or os.getppid()
@@ -287,7 +288,7 @@ class Launcher:
             readable, _, _ = select.select([self._signals, *self._pipe], [], [], POLL_SECONDS)
             if self._pipe and self._pipe[0] in readable:
                 self._pipe = []
-                time.sleep(0.1)  # the kernel closes it before this process gets another parent
+                time.sleep(0.1)  # the kernel closes the pipe before it changes the parent
             if self._signals in readable and STOP_SIGNALS & set(os.read(self._signals, 4096)):
                 self.leave_at = min(self.leave_at, time.monotonic() + REACH_LOOP_SECONDS)
         reason = "the launcher has exited" if self.is_gone else "told to stop before the first step"

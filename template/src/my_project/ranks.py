@@ -1,4 +1,4 @@
-"""Python objects between ranks, and what all ranks must agree on."""
+"""Send Python objects between ranks, and check what all ranks must agree on."""
 
 import socket
 from collections.abc import Callable, Hashable, Mapping
@@ -36,10 +36,10 @@ def on_main_then_broadcast(accelerator: Accelerator, function: Callable[[], T]) 
 
 
 def gather_on_main(accelerator: Accelerator, value: T) -> list[T]:
-    """Return the values of all ranks on rank 0, by rank; [] on the others.
+    """Return the values of all ranks, by rank, on rank 0; [] on the others.
 
-    In place of accelerate's gather_object where only rank 0 needs them: that one sends every value
-    to every rank, so all ranks together would receive and unpickle N^2 of them.
+    Not accelerate's gather_object, which sends every value to every rank: all ranks together would
+    receive and unpickle N^2 values.
     """
     if accelerator.num_processes == 1:
         return [value]
@@ -49,10 +49,10 @@ def gather_on_main(accelerator: Accelerator, value: T) -> list[T]:
 
 
 def agree(accelerator: Accelerator, facts: Mapping[str, Hashable]) -> list[str]:
-    """Return the host of each rank, if the facts are equal on all of them.
+    """Return the host of each rank if the facts are equal on all ranks.
 
     Raises:
-        ConfigError: they differ.
+        ConfigError: the facts differ.
     """
     everywhere = gather_on_main(accelerator, (socket.gethostname(), facts))
     return on_main_then_broadcast(accelerator, lambda: _hosts_if_equal(everywhere))
@@ -94,7 +94,7 @@ def open_run(
     seen = gather_on_main(accelerator, run.sees(token))
     others = {host for host, sees in zip(run.hosts, seen, strict=False) if not sees}
     hosts = on_main_then_broadcast(accelerator, lambda: ", ".join(sorted(others)))
-    run.is_shared, must_be_shared = not hosts, True
+    run.is_shared, must_be_shared = not hosts, True  # the next line may go with its room
     must_be_shared = not run.config.checkpoints.mirror
     if hosts and must_be_shared:
         raise ConfigError(not_shared(run.folder, hosts, run.hosts[0]))

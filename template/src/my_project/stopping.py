@@ -26,14 +26,15 @@ class StopRequest:
 
     def __init__(self, config: Config) -> None:
         self.reason = ""
-        self._first: float | None = None  # when the first signal came
+        self._first_signal_time: float | None = None  # time.monotonic()
         self._stop_after = config.stop_after
         self._stop_at = float("inf")
         if config.stop_after:
-            # since the launcher's start, over restarts; else the process's, before the imports
+            # stop_after counts from the start of the launcher, over restarts; without a launcher
+            # from that of the process, before its imports
             began = float(os.environ.get("LAUNCH_TIME") or psutil.Process().create_time())
             self._stop_at = time.monotonic() + began + seconds_of(config.stop_after) - time.time()
-        self._before: dict[int, Any] = {}
+        self._handlers: dict[int, Any] = {}  # by signal
 
     @property
     def requested(self) -> bool:
@@ -43,49 +44,50 @@ class StopRequest:
         if not self.reason and LAUNCHER.is_gone:
             self.reason = "the launcher has exited"
         if not self.reason and LAUNCHER.leave_at < float("inf"):
-            self.reason = "told to stop, by a signal whose handler another module has replaced"
+            self.reason = "told to stop by a signal whose handler another module has replaced"
         return bool(self.reason)
 
     def loop_begins(self) -> None:
-        """From now on, save before exiting when the launcher has exited."""
+        """From now on, save before this process exits because the launcher has exited."""
         LAUNCHER.ends_process = False
-        for number in self._before:  # again: an import may have installed handlers of its own
+        for number in self._handlers:  # again, since an import may have replaced the handlers
             signal.signal(number, self._handle)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         name = signal.Signals(number).name
-        if self._first is None:
+        if self._first_signal_time is None:
             self.reason = self.reason or name
-            self._first = time.monotonic()
+            self._first_signal_time = time.monotonic()
             failures.note_signal(name)
-            note = f"{name}: saves and exits within two more steps; again in 5 s to exit at once\n"
-            os.write(2, note.encode())  # print may be what was interrupted
-        elif time.monotonic() - self._first > SECOND_SIGNAL_AFTER_SECONDS:
+            note = f"{name}: saves and exits within two more steps; send it again after 5 s to exit"
+            # not print, which may be what the signal has interrupted
+            os.write(2, f"{note} immediately\n".encode())
+        elif time.monotonic() - self._first_signal_time > SECOND_SIGNAL_AFTER_SECONDS:
             raise KeyboardInterrupt(f"second signal, {name}")
 
     def __enter__(self) -> "StopRequest":
         if threading.current_thread() is threading.main_thread():
             numbers = {*STOP_SIGNALS}
-            # sent by a closed terminal (ignored under nohup), or forwarded by torchrun
+            # a closed terminal sends it (under nohup it is ignored), or torchrun forwards it
             is_ignored = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
             if not is_ignored or "TORCHELASTIC_RUN_ID" in os.environ:
                 numbers.add(signal.SIGHUP)
-            self._before = {number: signal.signal(number, self._handle) for number in numbers}
+            self._handlers = {number: signal.signal(number, self._handle) for number in numbers}
         return self
 
     def __exit__(self, *_: object) -> None:
         LAUNCHER.leave_at = float("inf")
         LAUNCHER.ends_process = True
-        for number, handler in self._before.items():
+        for number, handler in self._handlers.items():
             signal.signal(number, handler)
 
 
 def first_reason(reasons: list[str], hosts: list[str]) -> str:
-    """Return why a run was asked to stop: rank 0's reason, or that of another rank and where.
+    """Return why a run was asked to stop: rank 0's reason, or another rank's with its host.
 
     Args:
-        reasons: of each rank; "" for one that was not asked.
-        hosts: of each rank.
+        reasons: the reason of each rank; "" if the rank was not asked to stop.
+        hosts: the host of each rank.
     """
     for rank, reason in enumerate(reasons):
         if reason:

@@ -24,8 +24,8 @@ from .files import open_own
 from .process import HELD_SECONDS, LIBC, LOGS, end_children, process_name, stacks_file
 from .run_folder import Run
 
-# Until the watchdogs of other ranks, which look once a second, have reported too: when this process
-# exits, its launcher ends them.
+# The watchdogs of other ranks, which check once a second, need this time to report too: when this
+# process exits, its launcher ends them.
 ABORT_WAIT_SECONDS = 5.0
 # A process whose innermost frame is in one of these modules or packages waits for other ranks.
 WAITING = (torch.distributed, ddp, graph, streams, step_sums)
@@ -35,14 +35,14 @@ WAITING_FILES = tuple(
 
 
 class LastResort:
-    """End this process where C code holds Python's lock, so that the watchdog cannot run.
+    """End this process if C code holds Python's lock (the GIL), so that the watchdog cannot run.
 
-    A timer of the kernel sends SIGVTALRM twice, unless it is set again before. The first one only
-    takes its own handler out (System V semantics), the second finds none, and ends the process. Of
-    signals to a process that is stopped (Ctrl-Z, a scheduler) the kernel keeps one, so such a time
-    ends nothing, however long. The stacks are written shortly before, to a file in the log folder,
-    else to stderr; also after such a time, and then removed from the file. Without glibc
-    faulthandler ends the process, and does count such a time.
+    A timer of the kernel sends SIGVTALRM twice, unless it is set again before. The first signal
+    only removes its own handler (System V semantics); the second finds no handler and ends the
+    process. While a process is suspended (Ctrl-Z, a scheduler), the kernel keeps only one signal,
+    so a suspension never ends it, however long. Stacks are written shortly before the end, to a
+    file in the log folder or else to stderr; after a suspension they are written too, and removed
+    from the file again. Without glibc, faulthandler ends the process, and suspended time counts.
     """
 
     def __init__(self, rank: int) -> None:
@@ -53,22 +53,22 @@ class LastResort:
             LIBC.timer_create(1, event, ctypes.byref(self.timer))
         self.dumps_at = float("inf")
         self.stacks: Any = 2
-        with suppress(KeyError, OSError):  # not under the launcher; a full disk
+        with suppress(KeyError, OSError):  # without the launcher; on a full disk
             self.stacks = stacks_file(os.environ[LOGS], rank).open("ab")
 
     def set(self, seconds: float) -> None:
-        """End this process in so many seconds, not counting those in which it is stopped."""
+        """End this process after so many seconds, not counting time in which it is suspended."""
         if time.monotonic() > self.dumps_at and self.stacks != 2:
             self.stacks.truncate(0)
         self.dumps_at = time.monotonic() + 0.9 * seconds
         faulthandler.dump_traceback_later(0.9 * seconds, exit=not self.has_timer, file=self.stacks)
         if self.has_timer:
             LIBC.sysv_signal(signal.SIGVTALRM, LIBC.abs)  # a function that does nothing
-            half = int(seconds / 2), int(seconds / 2 % 1 * 1e9)  # and nanoseconds
+            half = int(seconds / 2), int(seconds / 2 % 1 * 1e9)  # seconds, nanoseconds
             LIBC.timer_settime(self.timer, 0, struct.pack("4l", *half, *half), None)
 
     def close(self) -> None:
-        """Leave this process alone."""
+        """Cancel the timer, and remove the file for the stacks."""
         faulthandler.cancel_dump_traceback_later()
         if self.has_timer:
             LIBC.timer_delete(self.timer)
@@ -78,12 +78,12 @@ class LastResort:
 
 
 class Watchdog:
-    """End this process, and report where it stalled, when it has made no progress for too long.
+    """End this process when it has made no progress for too long, and report where it stalled.
 
     The long limit holds for startup, each micro-batch of an evaluation, saves and the end of a run;
-    the short one for steps, once one has been completed since. Time in which the process was
-    stopped (Ctrl-Z) or waited for a command to pdb does not count. The limit does not depend on the
-    backend, so a loader or storage that hangs is noticed too.
+    the short limit holds for steps, once a step has been completed since. Time in which the process
+    was suspended (Ctrl-Z) or pdb waited for a command does not count. The limit does not depend on
+    the backend, so a loader or storage that hangs is noticed too.
     """
 
     def __init__(self, run: Run) -> None:
@@ -105,25 +105,21 @@ class Watchdog:
 
     def _run(self) -> None:
         with closing(LastResort(self.run.rank)) as last_resort:
-            self._watch(last_resort)
-
-    def _watch(self, last_resort: LastResort) -> None:
-        waited, interval, before = 0.0, min(1.0, self.short / 4), self.run.progress_time
-        while not self._ended.wait(interval):
-            progress_time = self.run.progress_time
-            has_progress, before = progress_time != before, progress_time
-            waited = 0.0 if has_progress or is_in_debugger() else waited + interval
-            limit = self.short if self.run.is_stepping else self.long
-            last_resort.set(limit + HELD_SECONDS)
-            if waited >= limit:
-                self._abort(waited)
+            waited, interval, before = 0.0, min(1.0, self.short / 4), self.run.progress_time
+            while not self._ended.wait(interval):
+                progress_time = self.run.progress_time
+                has_progress, before = progress_time != before, progress_time
+                waited = 0.0 if has_progress or is_in_debugger() else waited + interval
+                limit = self.short if self.run.is_stepping else self.long
+                last_resort.set(limit + HELD_SECONDS)
+                if waited >= limit:
+                    self._abort(waited)
 
     def _abort(self, waited: float) -> None:
         main = sys._current_frames()[threading.main_thread().ident or 0]
         frames = failures.frames_in(traceback.extract_stack(main))
         at = failures.own_frame(frames) or frames[-1]
-        waits = waits_for_others(frames[-1].file)
-        waits &= len(self.run.hosts) > 1
+        waits = len(self.run.hosts) > 1 and waits_for_others(frames[-1].file)
         place = f"{at.function} ({at.file}, line {at.line})"
         state = "waits for other ranks" if waits else "stalled"
         failure = failures.record(
@@ -132,11 +128,8 @@ class Watchdog:
             frames=frames,
             details=stacks(),
         )
-        print(
-            f"{process_name()}: {failure.reason}\n{failure.details}",
-            file=sys.__stderr__,
-            flush=True,
-        )
+        report = f"{process_name()}: {failure.reason}\n{failure.details}"
+        print(report, file=sys.__stderr__, flush=True)
         failure = self.run.record_error(failure)
         save_nccl_trace(self.run)
         self.run.fail(failure)
@@ -148,11 +141,11 @@ class Watchdog:
 
 def waits_for_others(file: str) -> bool:
     """Return whether a process whose innermost frame is in this file waits for other ranks."""
-    return any(file == one or file.startswith(f"{one}{os.sep}") for one in WAITING_FILES)
+    return any(file == path or file.startswith(f"{path}{os.sep}") for path in WAITING_FILES)
 
 
 def is_in_debugger() -> bool:
-    """Return whether the main thread waits for a command to pdb, or to a debugger made from it."""
+    """Return whether the main thread waits for a command in pdb or a debugger derived from it."""
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
     while frame:
         if frame.f_code.co_name == "interaction" and frame.f_globals.get("__name__") == "pdb":
@@ -162,7 +155,7 @@ def is_in_debugger() -> bool:
 
 
 def stacks() -> str:
-    """Return the Python stack of every other thread as text, the main thread first."""
+    """Return the Python stacks of all other threads as text, the main thread first."""
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     main = threading.main_thread().ident
     frames = sorted(sys._current_frames().items(), key=lambda item: item[0] != main)
@@ -174,13 +167,13 @@ def stacks() -> str:
 
 
 def name_nccl_traces(config: Config) -> None:
-    """Name the files into which NCCL writes its last collectives when one fails."""
+    """Set the files to which NCCL writes its last collectives when one fails."""
     trace = config.folder.absolute() / "errors" / "nccl_trace_rank_"
     os.environ.setdefault("TORCH_FR_DUMP_TEMP_FILE", str(trace))
 
 
 def save_nccl_trace(run: Run) -> None:
-    """Write what the flight recorder holds, as JSON; nothing where there is no NCCL."""
+    """Write the content of NCCL's flight recorder as JSON; do nothing without NCCL."""
     distributed = getattr(torch._C, "_distributed_c10d", None)
     dump = getattr(distributed, "_dump_nccl_trace_json", None)
     if dump is None or not torch.cuda.is_available():

@@ -1,9 +1,10 @@
-"""The attempts of a launch: which failures are followed by another one, and starts.jsonl.
+"""The starts of a launch: which failures are followed by a restart, and starts.jsonl.
 
-Processes are started again in place after a death by signal, lost contact with another process, or
-an error of a device. Not after any other error, which would repeat, nor after a stop signal. The
-launcher of node 0 appends a line to starts.jsonl once a start has begun the run, and one when it
-has ended (docs/run-folder.md). Imports no torch; the loop does not import it.
+Processes are restarted in place after a death by signal, lost contact with another process, or a
+device error. They are not restarted after any other error, which would repeat, nor after a stop
+signal. The launcher of node 0 appends a line to starts.jsonl once a start has begun the run, and
+another when the start has ended (docs/run-folder.md). Imports no torch; the loop does not import
+this module.
 """
 
 import fcntl
@@ -36,15 +37,16 @@ from ..run_files import (
 )
 
 CAUSES = ("lost contact", "lost node", "device error")
-OF_A_HOST = ("lost node", "device error")  # causes that another host does not have
-REPORT_SECONDS = 5.0  # for the reports of the others when a process was ended by a signal
-EXIT_SECONDS = 1.0  # when one has exited, which has reported why
-SAVE_SECONDS = 10.0  # for a checkpoint that is being written
-STUCK_LAUNCHES = 3  # without a newer checkpoint, after which a scheduler starts no other
+HOST_CAUSES = ("lost node", "device error")  # a scheduler can avoid them by leaving out the host
+# How long the other processes are waited for, once one has ended.
+REPORT_SECONDS = 5.0  # it was ended by a signal, and no restart follows: the others may report
+EXIT_SECONDS = 1.0  # it has exited, and reported why
+SAVE_SECONDS = 10.0  # a checkpoint is being written
+STUCK_LAUNCHES = 3  # after so many launches without a newer checkpoint, the scheduler gives up
 
 
 class RunHasEnded(Exception):
-    """No start follows; `code` is the exit code of node 0."""
+    """The run has ended, and no start follows; `code` is the exit code of node 0."""
 
     def __init__(self, code: int) -> None:
         self.code = code
@@ -60,29 +62,29 @@ class Starts:
     """The starts of one launch on this node."""
 
     folder: Path
-    limit: int  # of restarts in place, without a new step in between
-    about: dict[str, Any] | None = None  # nodes and world_size; None: another node writes lines
-    count: int = 0  # of restarts
+    limit: int  # how many restarts in place may follow each other without a new step
+    about: dict[str, Any] | None = None  # nodes, world_size; None: another node writes starts.jsonl
+    count: int = 0  # how many restarts there were
     launch: str = field(default_factory=lambda: uuid.uuid4().hex[:12])
     _began: float = field(
         default_factory=lambda: float(os.environ.get("LAUNCH_TIME") or time.time())
     )
     _lines: list[dict[str, Any]] = field(default_factory=list)  # not written yet
-    _in_vain: int = 0  # restarts since the last new step
-    _saved: int = 0  # the newest step that was saved, and that an error file has named
-    _reported: int = 0
+    _stuck_restarts: int = 0  # restarts since the last new step
+    _saved_step: int = 0  # the newest step of a checkpoint
+    _reported_step: int = 0  # the newest step in an error file
 
     def __post_init__(self) -> None:
         if self.about and not is_locked(self.folder):
-            append(self.folder, unended(self.folder))
+            append(self.folder, missing_end(self.folder))
 
     @property
     def id(self) -> str:
-        """Return the name of the current start, which run.json and error files have as launch."""
+        """Return the name of the current start; run.json and error files call it launch."""
         return f"{self.launch}.{self.count}"
 
     def follow(self, start: str) -> None:
-        """Take over the name of the current start from node 0, whose launcher may be a new one."""
+        """Take over the name of the current start from node 0, which may have a new launcher."""
         self.launch, _, count = start.rpartition(".")
         self.count = int(count)
 
@@ -93,7 +95,7 @@ class Starts:
 
     @property
     def phase(self) -> str:
-        """Return starting (no step is done, so nothing saves), training, or ended."""
+        """Return "starting" (no step is done, so a stop cannot save), "training" or "ended"."""
         status = read_status(self.folder)
         if not self.has_begun or (status.outcome == "running" and not status.first_step_time):
             return "starting"
@@ -101,26 +103,26 @@ class Starts:
 
     @property
     def is_new(self) -> bool:
-        """Return whether any start of this launch has begun the run, on node 0 or another one."""
+        """Return whether a start of this launch has begun the run, on any node."""
         read_status(self.folder)  # makes a network file system refresh its cache
-        # by its name: another launch may have begun the run meanwhile
+        # compare names, since another launch may have begun the run meanwhile
         return read_info(self.folder).launch.startswith(f"{self.launch}.")
 
     def may_kill(self, codes: dict[int, int | None], seconds: float) -> bool:
-        """Return whether the processes that are left need to be waited for no longer.
+        """Return whether the processes that still run can be killed.
 
         Args:
-            codes: by rank; None: still running.
-            seconds: since the first has failed, here or on another node.
+            codes: exit codes by rank; None: still running.
+            seconds: since the first process failed, here or on another node; negative: none has.
         """
         if self._lines and self.has_begun:
             self.write()
-        if seconds < 0:  # none has failed
+        if seconds < 0:
             return False
         is_saving = codes.get(0, 0) is None and any(self.folder.glob("checkpoints/.step_*.partial"))
         was_killed = any(code < 0 for code in failed(codes).values())
         limit = SAVE_SECONDS if is_saving else EXIT_SECONDS
-        if was_killed and self._in_vain >= self.limit:
+        if was_killed and self._stuck_restarts >= self.limit:
             limit = REPORT_SECONDS
         elif was_killed and not is_saving:
             limit = 0.0
@@ -134,40 +136,42 @@ class Starts:
         others_failed: bool = False,
         may_have_waited: bool = False,
     ) -> str:
-        """Return why the processes are not started again; "" if they are.
+        """Return why the processes are not restarted; "" if they are.
 
         Args:
             codes: exit codes of the processes that failed by themselves, by rank.
-            failures: the error files of this attempt.
-            others_failed: those of another node have.
-            may_have_waited: they are started again if they have waited for other processes.
+            failures: the error files of this start.
+            others_failed: processes of another node have failed.
+            may_have_waited: restart also after a stall in which this node waited for other ranks.
         """
         first = first_failure(failures)
         causes = (*CAUSES, *["waiting"] * may_have_waited)
         causes += OUT_OF_MEMORY if first and first.next_micro_batch_size else ()
-        may_mend = first.cause in causes if first else others_failed
-        if not may_mend and not any(code < 0 for code in codes.values()):
+        may_succeed = first.cause in causes if first else others_failed
+        if not may_succeed and not any(code < 0 for code in codes.values()):
             return "the error would repeat"
         # saved steps are compared with saved ones, reported with reported ones: most failures
         # leave no report, so the first report does not show progress
-        saved = newest_checkpoint(self.folder) or 0
-        reported = max((one.step or 0 for one in failures), default=0)
-        if saved > self._saved or 0 < self._reported < reported:
-            self._in_vain = 0
-        self._saved, self._reported = saved, max(self._reported, reported)
-        # a smaller micro-batch is not one more try of the same, and there is an end to them
-        self._in_vain -= bool(first and first.next_micro_batch_size and self.limit)
-        if self._in_vain >= self.limit:
-            return f"{self.limit} restarts have brought no new step"
-        self._in_vain += 1
+        saved_step = newest_checkpoint(self.folder) or 0
+        reported_step = max((failure.step or 0 for failure in failures), default=0)
+        if saved_step > self._saved_step or 0 < self._reported_step < reported_step:
+            self._stuck_restarts = 0
+        self._saved_step = saved_step
+        self._reported_step = max(self._reported_step, reported_step)
+        # a restart with a smaller micro-batch does not count: it is not the same attempt again, and
+        # sizes cannot fall below 1
+        self._stuck_restarts -= bool(first and first.next_micro_batch_size and self.limit)
+        if self._stuck_restarts >= self.limit:
+            return f"{self.limit} restarts without a new step"
+        self._stuck_restarts += 1
         self.count += 1
         return ""
 
     # ---- starts.jsonl ----------------------------------------------------------------------------
     def begin(self) -> None:
-        """Note the beginning of a start, whose line is written once it has begun the run.
+        """Prepare the line of a start, which is written once the start has begun the run.
 
-        Before that, --resume never has not moved the folder aside.
+        Until then, --resume never may not have moved the old run folder aside.
         """
         if self.about:
             line = {"event": "start", "id": self.id, "launch": self.launch, "attempt": self.count}
@@ -175,14 +179,14 @@ class Starts:
             self._lines.append(line | self.about)
 
     def end(self, codes: Mapping[int, int], failures: list[Failure], stop: str) -> None:
-        """Note how the current start has ended.
+        """Prepare the line about the end of the current start; write it if the run has begun.
 
         Args:
             codes: exit codes of the processes that ended by themselves, by rank.
             failures: the error files of this start on this node.
-            stop: the stop signal, or why the run goes on with other nodes; "" without one.
+            stop: the stop signal, or why the run goes on with other nodes; "" without either.
         """
-        began, self._began = self._began, time.time()  # a restart begins here
+        began, self._began = self._began, time.time()  # a restart begins now
         if not self.about:
             return
         has_begun = self.has_begun
@@ -190,7 +194,7 @@ class Starts:
         first = first_failure(failures)
         cause = first.cause if first else ""
         if not has_begun and (cause == "setting" or not any(codes.values())):
-            self._lines = []  # a refusal, or it had finished before
+            self._lines = []  # the run was refused, or had finished before
             return
         status = read_status(self.folder) if has_begun else Status()
         signals = [Signals(-code).name for code in codes.values() if code < 0]
@@ -199,14 +203,14 @@ class Starts:
             outcome = "preempted" if stop else "killed" if signals else "failed"
         cause = stop if outcome in ENDED else (signals or [cause])[0]
         line = {"event": "end", "id": self.id, "time": self._began}
-        line |= progress(self.folder, began, status, [one.step or 0 for one in failures])
+        line |= progress(self.folder, began, status, [failure.step or 0 for failure in failures])
         self._lines.append(line | {"outcome": outcome, "cause": cause})
         if has_begun:
             self.write()
 
     def write(self) -> None:
-        """Append what has not been written."""
-        if append(self.folder, self._lines):  # else it is tried again at the end
+        """Append the lines that have not been written."""
+        if append(self.folder, self._lines):  # on a full disk they are written later
             self._lines = []
 
 
@@ -226,10 +230,10 @@ def append(folder: Path, lines: list[dict[str, Any]]) -> bool:
 
 @contextmanager
 def status_locked(folder: Path) -> Iterator[None]:
-    """Lock a run folder for the block, which writes status.json, if its storage has locks.
+    """Lock a run folder for the block, which writes status.json, if its storage supports locks.
 
     Raises:
-        BlockingIOError: another launch has it.
+        BlockingIOError: another launch holds the lock.
     """
     with open_own(lock_of(folder), "ab") as file:
         try:
@@ -242,13 +246,13 @@ def status_locked(folder: Path) -> Iterator[None]:
 
 
 def progress(folder: Path, began: float, status: Status, steps: list[int]) -> dict[str, Any]:
-    """Return first_step_time, from_step and step of a start, which is the newest of the run.
+    """Return first_step_time, from_step and step of the newest start of the run.
 
     Args:
         folder: the run folder.
-        began: when it began.
-        status: the content of its status.json.
-        steps: that its error files name.
+        began: when the start began, in seconds since 1970.
+        status: the content of status.json.
+        steps: the steps that the error files of the start name.
     """
     last = last_record(folder)
     if last.get("time", 0) >= began:
@@ -257,10 +261,10 @@ def progress(folder: Path, began: float, status: Status, steps: list[int]) -> di
     return known | {"step": max([0, *steps, status.step])}
 
 
-def unended(folder: Path) -> list[dict[str, Any]]:
-    """Return an end line for the last start if its launcher was killed; [] if it was not.
+def missing_end(folder: Path) -> list[dict[str, Any]]:
+    """Return an end line for the last start if its launcher was killed; [] otherwise.
 
-    Written by the next launcher, since its processes drop the records of steps to be done again.
+    The next launcher writes it before its processes drop the records of steps to be repeated.
     """
     for start in lines(folder)[-1:]:
         if start["event"] == "start":
@@ -272,32 +276,33 @@ def unended(folder: Path) -> list[dict[str, Any]]:
 
 
 # ---- for schedulers ------------------------------------------------------------------------------
-def marks(folder: Path) -> list[int]:
-    """Return the step of the newest checkpoint when each launch so far began, and of now.
+def steps_at_launches(folder: Path) -> list[int]:
+    """Return the step of the newest checkpoint when each launch so far began, and now, in order.
 
-    -1 without a checkpoint. Read when a launch begins, so that all its nodes read the same.
+    -1: there was no checkpoint. Read when a launch begins, so that all its nodes read the same.
     """
-    found: dict[str, int | None] = {}
+    steps: dict[str, int | None] = {}
     for start in each_start(folder):
-        found.setdefault(str(start.get("launch")), start["checkpoint_before"])
-    return [-1 if step is None else step for step in (*found.values(), newest_checkpoint(folder))]
+        steps.setdefault(str(start.get("launch")), start["checkpoint_before"])
+    return [-1 if step is None else step for step in (*steps.values(), newest_checkpoint(folder))]
 
 
-def requeue(folder: Path, marks: list[int], code: int) -> tuple[int, str]:
-    """Return the exit code for a scheduler that starts a run again after 75 alone, and why.
+def requeue(folder: Path, steps: list[int], code: int) -> tuple[int, str]:
+    """Return the exit code for a scheduler that restarts a run only after 75, and the reason.
 
     Args:
         folder: the run folder.
-        marks: when this launch began.
-        code: exit code of this launch.
+        steps: steps_at_launches() when this launch began.
+        code: the exit code of this launch.
     """
     if code not in (1, PREEMPTED):
         return code, ""
     newest = newest_checkpoint(folder)
-    at = (
-        "there is no checkpoint" if newest is None else f"the newest checkpoint is of step {newest}"
-    )
+    reason = "there is no checkpoint"
+    if newest is not None:
+        reason = f"the newest checkpoint is at step {newest}"
     tries = 1 if code == 1 else STUCK_LAUNCHES
-    if len(marks) >= tries and marks[-tries] >= (-1 if newest is None else newest):
-        return 1, f"not to be started again: {at}; launches that wrote no newer one: {tries}"
-    return PREEMPTED, f"to be started again: {at}"
+    if len(steps) >= tries and steps[-tries] >= (-1 if newest is None else newest):
+        reason += f"; launches that wrote no newer one: {tries}"
+        return 1, f"the run is not to be started again: {reason}"
+    return PREEMPTED, f"the run is to be started again: {reason}"

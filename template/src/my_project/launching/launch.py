@@ -6,21 +6,21 @@
         -m my_project.train --config configs/image_classification.yaml \
         --batches.micro_batch_size 4
 
-Takes the options of accelerate launch, whose own translation makes environment variables of them
-and of the config file. Where several nodes meet is --main_process_ip and --main_process_port, or
-main_process_port in the config file: of node 0, the same on all nodes, and another for each run.
-One node takes a free port. In this order:
+Takes the options of accelerate launch; accelerate's own code translates them and the config file
+to environment variables. Several nodes meet at --main_process_ip and --main_process_port (or
+main_process_port in the config file) of node 0: the same on all nodes, and another port for each
+run. A single node takes a free port. In this order, the command
 1. prints one line: this node's rank, ranks of its processes, address, precision and run folder;
-2. with several nodes, waits until all are there and reach each other (nodes.py); with
-   --min_machines, the run goes on later without those that leave, and takes in those that come;
-3. with --preflight, checks the cluster (tools/preflight.py), and exits if that fails;
+2. with several nodes, waits until all have joined and reach each other (nodes.py); with
+   --min_machines, the run later goes on without nodes that leave, and takes in nodes that join;
+3. with --preflight, checks the cluster (tools/preflight.py), and exits if a check fails;
 4. trains, in processes that are forked from this one, so that they need not import anything;
-   shows what rank 0 prints and warns of, and writes the output of each process to a file of its
-   own in <run folder>/logs/node_<n>/;
+   shows the output and the warnings of rank 0, and writes the output of each process to a file of
+   its own in <run folder>/logs/node_<n>/;
 5. forwards signals, so that the run saves and exits; leaves no process running;
-6. ends with one block (summary.py), and exits with the run's outcome: 0 finished; 75
-   preempted; 2 an error that another attempt would repeat (a wrong setting); 1 any other error (a
-   node that is late or lost, an exception).
+6. prints a summary (summary.py), and exits with the run's outcome: 0 finished; 75 preempted; 2 an
+   error that another attempt would repeat (a wrong setting); 1 any other error (a node that is late
+   or lost, an exception).
 """
 
 import argparse
@@ -93,40 +93,39 @@ from ..words import PACKAGE, say
 from . import attempts
 from .attempts import RunHasEnded, Starts, failed, status_locked
 from .summary import Ending, how_it_ended, tool, unexplained
-from .workers import Workers, in_a_child, opened_files_noted, start_method
+from .workers import Workers, count_in_child, opened_files_noted, start_method
 
 TRAIN = f"{PACKAGE}.train"
 PREFLIGHT = f"{PACKAGE}.tools.preflight"
-# What the loop imports inside its functions, for every run.
+# Modules that the loop imports inside its functions in every run.
 DEFERRED = ("torch._dynamo", "torch.distributed.algorithms.ddp_comm_hooks", "accelerate")
-RESTARTS = 3  # in place, without a new step in between, unless --max_restarts says otherwise
+RESTARTS = 3  # default of --max_restarts: restarts in place without a new step in between
 NO_RESTARTS = Starts(folder=Path(), limit=0)
 RESTART_SECONDS = 60.0  # how long the nodes wait for each other after a failure
-GO_ON_SECONDS = 30.0  # the same where they can go on without those that do not come
-RESERVE, RESERVE_BYTES = ".reserve", 1 << 16  # space to say how a run ended on a full disk
-STATUS_SECONDS = 60.0  # how long a network file system may take to show a status.json
-# Of flags and of the settings in an accelerate config.
-UNSUPPORTED = ("DeepSpeed", "Megatron-LM", "TPU", "FP8", "AWS", "MPI")  # groups of flags
+GO_ON_SECONDS = 30.0  # how long they wait if they can go on without the missing ones
+RESERVE, RESERVE_BYTES = ".reserve", 1 << 16  # freed on a full disk, to write how the run ended
+STATUS_SECONDS = 60.0  # how long a network file system may take to show a new status.json
+UNSUPPORTED = ("DeepSpeed", "Megatron-LM", "TPU", "FP8", "AWS", "MPI")  # accelerate's flag groups
 DATA_PARALLEL = "this loop trains with DDP or FSDP2, in float32, bf16 or fp16"
-NO_EFFECT = {
+NO_EFFECT = {  # flags, and settings of an accelerate config
     "gradient_accumulation_steps": "it follows from batches.global_batch_size of the run's config",
     "gradient_clipping": "set optim.clip_norm in the run's config",
     "enable_cpu_affinity": "give the flag --enable_cpu_affinity",
 } | dict.fromkeys(
     ("fp8_config", "deepspeed_config", "megatron_lm_config", "mpirun_config"), DATA_PARALLEL
 )
-KINDS: dict[str, Any] = {  # where accelerate's are wider, or are classes
+SETTING_TYPES: dict[str, Any] = {  # in place of accelerate's, which are wider or are classes
     "compute_environment": Literal["LOCAL_MACHINE"],
     "distributed_type": str,
     "mixed_precision": Literal["no", "bf16", "fp16"],
-    "downcast_bf16": Any,  # of TPUs; accelerate config writes text
+    "downcast_bf16": Any,  # for TPUs; `accelerate config` writes text
 }
-# Variables of a scheduler or an outer launcher that torch would read as its own.
+# Variables that a scheduler or an outer launcher has set, and torch would read as this launch's.
 NOT_INHERITED = re.compile(
     r"(LOCAL_|GROUP_|ROLE_)?RANK|(LOCAL_|GROUP_|ROLE_)?WORLD_SIZE|MASTER_(ADDR|PORT)"
     r"|PET_(NNODES|NODE_RANK|NPROC_PER_NODE|MASTER_ADDR|MASTER_PORT|RDZV_\w+)|TORCHELASTIC_(?!LOG_LINE)\w+"
 )
-OF_ACCELERATE = re.compile(
+ACCELERATE_VARIABLES = re.compile(
     r"ACCELERATE_(USE_(?!CPU)|DYNAMO_|FP8_|DEEPSPEED_|GRADIENT_|MIXED_PRECISION)\w*"
     r"|(FSDP|PARALLELISM_CONFIG|MEGATRON_LM)_\w+"
 )
@@ -136,22 +135,22 @@ OF_ACCELERATE = re.compile(
 class Launch:
     """The settings of a launch, from the command line and the accelerate config."""
 
-    options: argparse.Namespace  # what accelerate makes of its flags and config file
-    flags: tuple[str, ...]  # of accelerate, as given
+    options: argparse.Namespace  # accelerate's options, from its flags and config file
+    flags: tuple[str, ...]  # accelerate's flags, as given
     module: str  # train or preflight
     arguments: tuple[str, ...]  # of the module
-    all_nodes: int  # that were asked for
-    nodes: int  # that take part
+    all_nodes: int  # how many nodes were asked for
+    nodes: int  # how many nodes take part
     world_size: int  # processes over all nodes
     node_rank: int
     address: str  # of node 0
-    port: int  # there
+    port: int  # on node 0
     precision: str
     gpus: int  # on each node; 0 for an accelerate config that trains on the CPU
     own: argparse.Namespace  # the options of this module
     config: Config
-    code: str  # files.code_digest, when this launcher began to import
-    lowered_micro_batch_size: int = 0  # what did not fit before was larger; 0: nothing
+    code: str  # files.code_digest when this launcher began to import; "" on one node
+    lowered_micro_batch_size: int = 0  # larger micro-batches did not fit in memory; 0: not lowered
 
     def among(self, others: Any) -> "Launch":
         """Return the launch on the nodes that take part in the current start.
@@ -172,7 +171,7 @@ class Launch:
             nodes=len(ranks),
             world_size=options.num_processes,
             node_rank=options.machine_rank,
-            port=others.members[0].port,  # the launcher of node 0 keeps the one that was given
+            port=others.members[0].port,  # the launcher of node 0 keeps --main_process_port
         )
 
     @property
@@ -214,12 +213,12 @@ def parse(arguments: list[str]) -> Launch:
     Raises:
         ConfigError: a value is missing or wrong.
     """
-    at = arguments.index("-m") if "-m" in arguments else len(arguments)
-    own, flags = _parser().parse_known_args(arguments[:at])
-    module, *module_arguments = arguments[at + 1 :] or [""]
+    split = arguments.index("-m") if "-m" in arguments else len(arguments)
+    own, flags = _parser().parse_known_args(arguments[:split])
+    module, *module_arguments = arguments[split + 1 :] or [""]
     if module not in (TRAIN, PREFLIGHT):
-        raise ConfigError(f"add -m {TRAIN} after the options; accelerate launch starts the rest.")
-    if "--preflight" in module_arguments:  # where the scripts in launch/ put it
+        raise ConfigError(f"add -m {TRAIN} after the options; accelerate launch runs the others.")
+    if "--preflight" in module_arguments:  # the scripts in launch/ put it there
         own.preflight = True
         module_arguments.remove("--preflight")
     options = accelerate_options(flags, module)
@@ -245,13 +244,13 @@ def parse(arguments: list[str]) -> Launch:
             f"--lost_node_seconds is {own.lost_node_seconds:g}, but must be 5 or more."
         )
     if not 0 <= node_rank < nodes and not (own.min_machines and node_rank > 0):
-        spare = f", or {nodes} and more for spares with --min_machines"
+        spare = f", or {nodes} or more for a spare with --min_machines"
         raise ConfigError(
             f"--machine_rank is {node_rank}, but must be between 0 and {nodes - 1}{spare}."
         )
     if own.min_machines and "parallelism_config_dp" in " ".join(flags):
         raise ConfigError(
-            "--min_machines sets the mesh by the nodes that are there: leave out the flags"
+            "--min_machines sets the mesh from the nodes that take part: leave out the flags"
             " --parallelism_config_dp_replicate_size and --parallelism_config_dp_shard_size."
         )
     fit_mesh(options, flags)
@@ -278,60 +277,60 @@ def parse(arguments: list[str]) -> Launch:
 
 
 def accelerate_options(flags: list[str], module: str) -> argparse.Namespace:
-    """Return what accelerate makes of flags and config file.
+    """Return the options that accelerate itself reads from flags and config file.
 
     Raises:
-        ConfigError: there is no config file, it or a flag is wrong, or has no effect here.
+        ConfigError: there is no config file; the file or a flag is wrong, or has no effect here.
     """
-    # private, but the promise is that accelerate's own configs and flags hold
+    # private functions, since accelerate's own configs and flags are promised to work
     from accelerate.commands.launch import _validate_launch_command, launch_command_parser
 
     logging.getLogger("accelerate.commands.launch").setLevel(logging.ERROR)
     parser = launch_command_parser()
     parser.error = _refuse  # without the usage, some 200 lines
-    typed = parser.parse_args([*flags, "-m", module])
-    # without one, accelerate would read a default config in the home folder
-    if not Path(typed.config_file or "").is_file():
+    given = parser.parse_args([*flags, "-m", module])
+    # without a file, accelerate would read a default config in the home folder
+    if not Path(given.config_file or "").is_file():
         raise ConfigError(
-            f"--config_file is {typed.config_file}, but must be a file such as"
+            f"--config_file is {given.config_file}, but must be a file such as"
             " accelerate_configs/multi_gpu.yaml; accelerate_configs/README.md lists them."
         )
-    read_where(Path(typed.config_file))
-    untyped = parser.parse_args(["-m", module])
+    read_accelerate_config(Path(given.config_file))
+    defaults = parser.parse_args(["-m", module])
     for group in parser._action_groups:
         for action in group._group_actions if str(group.title).startswith(UNSUPPORTED) else ():
-            if getattr(typed, action.dest) != getattr(untyped, action.dest):
+            if getattr(given, action.dest) != getattr(defaults, action.dest):
                 why = NO_EFFECT.get(action.dest, DATA_PARALLEL)
                 raise ConfigError(f"{action.option_strings[0]} has no effect here: {why}.")
     try:
-        options = _validate_launch_command(typed)[0]
-        has_other = options.use_deepspeed or options.use_megatron_lm or options.tpu
-        if has_other or options.mixed_precision == "fp8":
+        options = _validate_launch_command(given)[0]
+        is_unsupported = options.use_deepspeed or options.use_megatron_lm or options.tpu
+        if is_unsupported or options.mixed_precision == "fp8":
             raise ValueError(DATA_PARALLEL)
-        variables(options, 0)  # so that what it refuses there is refused here
+        variables(options, 0)  # to refuse here what accelerate refuses in it
     except Exception as error:
-        raise ConfigError(f"{typed.config_file}: {error}") from error
+        raise ConfigError(f"{given.config_file}: {error}") from error
     return options
 
 
-def read_where(path: Path) -> dict[str, Any]:
-    """Read an accelerate config, of which accelerate itself checks only the names at the top.
+def read_accelerate_config(path: Path) -> dict[str, Any]:
+    """Read an accelerate config, and check all of it: accelerate checks the top-level names only.
 
     Raises:
-        ConfigError: a name does not exist; a value is not of its type, or has no effect here.
+        ConfigError: a name does not exist; a value has the wrong type, or has no effect here.
     """
     from accelerate.commands.config.config_args import ClusterConfig
     from accelerate.commands.launch import launch_command_parser
 
     where = read_yaml(path)
-    kinds = {action.dest: kind_of_flag(action) for action in launch_command_parser()._actions}
-    kinds |= get_type_hints(ClusterConfig) | KINDS
+    kinds = {action.dest: flag_type(action) for action in launch_command_parser()._actions}
+    kinds |= get_type_hints(ClusterConfig) | SETTING_TYPES
     settings = where | {"distributed_type": where.get("distributed_type") or "NO"}  # a bare NO
     if settings.get("mixed_precision", "no") is None:
         del settings["mixed_precision"]
     for group in ("fsdp", "dynamo", "parallelism"):
         if isinstance(inner := where.get(f"{group}_config"), dict):
-            # as accelerate does; it passes over a name that does not exist
+            # as accelerate does, which ignores a name that does not exist
             prefix = "" if group == "parallelism" else f"{group}_"
             settings |= {f"{prefix}{str(n).removeprefix(prefix)}": v for n, v in inner.items()}
     for name, value in settings.items():
@@ -339,7 +338,7 @@ def read_where(path: Path) -> dict[str, Any]:
             raise ConfigError(f"{path}: {name} has no effect here: {NO_EFFECT[name]}.")
         if name not in kinds:
             longer = [known for known in kinds if known.endswith(f"_{name}")]
-            hint = did_you_mean(longer[0] if longer else f"{name}", kinds) or "; remove it."
+            hint = did_you_mean(longer[0] if longer else str(name), kinds) or "; remove it."
             raise ConfigError(f"{path}: there is no setting {name}{hint}")
         kind = kinds[name]
         texts = [str(value), str(value).lower()] if get_origin(kind) is Literal else [value]
@@ -350,8 +349,8 @@ def read_where(path: Path) -> dict[str, Any]:
     return where
 
 
-def kind_of_flag(action: argparse.Action) -> Any:
-    """Return the type that a flag of accelerate launch has in a file."""
+def flag_type(action: argparse.Action) -> Any:
+    """Return the type that the value of a flag of accelerate launch has in a config file."""
     is_switch = str(action.default).lower() in ("true", "false")
     choices = ("true", "false") if is_switch else tuple(map(str, action.choices or ()))
     literal: Any = Literal
@@ -362,7 +361,8 @@ def variables(options: argparse.Namespace, port: int) -> dict[str, str]:
     """Return the environment of the processes, as accelerate sets it."""
     from accelerate.utils.launch import prepare_multi_gpu_env, prepare_simple_launcher_cmd_env
 
-    options = argparse.Namespace(**vars(options) | {"main_process_port": port})  # it is changed
+    # a copy, since accelerate changes it
+    options = argparse.Namespace(**vars(options) | {"main_process_port": port})
     if is_single(options):
         return prepare_simple_launcher_cmd_env(options)[1]
     return prepare_multi_gpu_env(options)
@@ -383,9 +383,10 @@ def uses_cpu(where: dict[str, Any]) -> bool:
 
 
 def fit_mesh(options: argparse.Namespace, flags: Sequence[str]) -> None:
-    """Set the mesh of HSDP by the number of nodes and processes, if no flag gives it.
+    """Set the mesh of HSDP from the number of nodes and processes, unless a flag gives it.
 
-    Where one node has the mesh of its file it stays: cpu_hsdp.yaml rehearses two nodes on one.
+    On one node, a mesh in the file that fits the processes is kept: cpu_hsdp.yaml rehearses two
+    nodes on one.
     """
     names = [f"parallelism_config_dp_{name}_size" for name in ("replicate", "shard")]
     nodes, world_size = options.num_machines, options.num_processes
@@ -399,45 +400,46 @@ def fit_mesh(options: argparse.Namespace, flags: Sequence[str]) -> None:
 def _parser() -> argparse.ArgumentParser:
     parser = make_parser(__doc__)
     parser.add_argument("--preflight", action="store_true", help="check the cluster first")
-    parser.add_argument("--join_timeout_seconds", type=float, default=600, help="for other nodes")
-    help_text = "with which the run goes on when others are lost, until they are back"
-    parser.add_argument("--min_machines", type=int, default=0, help=help_text)
-    help_text = "to be back, where it is lost; otherwise the run ends"
-    parser.add_argument("--wait_for_node_0", type=float, default=0, help=help_text)
-    help_text = "without an answer of its host, after which a node is lost"
-    parser.add_argument("--lost_node_seconds", type=float, default=30, help=help_text)
-    parser.add_argument("--max_restarts", type=int, default=RESTARTS, help="without a new step")
-    help_text = "75 also after an error, if a checkpoint is newer; not after three without one"
+    options = {
+        "join_timeout_seconds": (600.0, "how long to wait for the other nodes"),
+        "min_machines": (0, "number of nodes with which the run goes on while others are lost"),
+        "wait_for_node_0": (0.0, "seconds to wait for a new node 0 if it is lost; 0: end the run"),
+        "lost_node_seconds": (30.0, "seconds without an answer from its host until a node is lost"),
+        "max_restarts": (RESTARTS, "restarts in place without a new step in between"),
+    }
+    for name, (default, help_text) in options.items():
+        parser.add_argument(f"--{name}", type=type(default), default=default, help=help_text)
+    help_text = "75 also after an error with a newer checkpoint; 1 after three launches without one"
     parser.add_argument("--requeue", action="store_true", help=help_text)
     return parser
 
 
 # ---- this node -----------------------------------------------------------------------------------
 def prepare_environment() -> None:
-    """Set the variables that hold before anything is imported; leave out a scheduler's.
+    """Set the variables that imports read; remove those of a scheduler and of accelerate.
 
-    Variables of accelerate are left out too: its config sets most of them again, and the others
-    would shard or compile a model where the config does not say so. From here on, printing to a
-    reader that is gone does not end this launcher.
+    The accelerate config sets most variables of accelerate again; the others would shard or compile
+    a model although the config does not say so. From here on, printing to a reader that is gone
+    does not end this launcher.
 
     Raises:
         ConfigError: there is no folder for temporary files, which an import may need.
     """
     never_fail_to_print()
-    check_temporary_folder(has_workers=False)  # the processes know their workers, and check more
+    check_temporary_folder(has_workers=False)  # processes check for their loader workers
     for name in [name for name in os.environ if NOT_INHERITED.fullmatch(name)]:
         del os.environ[name]
-    if names := [name for name in os.environ if OF_ACCELERATE.fullmatch(name)]:
-        what = "the accelerate config decides, so these variables are left out"
+    if names := [name for name in os.environ if ACCELERATE_VARIABLES.fullmatch(name)]:
+        what = "environment variables that are ignored, since the accelerate config decides"
         print(f"{what}: {', '.join(sorted(names))}", flush=True)
         for name in names:
             del os.environ[name]
+    os.environ["LAUNCH_TIME"] = str(time.time())  # stop_after counts from it, over restarts
     # pyarrow's allocator and NumPy's BLAS start threads when they are imported, and then no process
     # could be forked; accelerate launch gives the BLAS of each process one thread too
-    os.environ["LAUNCH_TIME"] = str(time.time())  # from which stop_after counts, over restarts
     os.environ.setdefault("JE_ARROW_MALLOC_CONF", "background_thread:false")
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
-    # a look for GPUs through CUDA itself would leave a driver that no fork survives
+    # counting GPUs through CUDA itself would initialize its driver, which cannot be forked
     os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
 
 
@@ -465,28 +467,28 @@ def meet_other_nodes(
     has_saved: bool = False,
     **about: Any,
 ) -> None:
-    """Set the network interface, and wait until all nodes are there and reach each other.
+    """Set the network interface, and wait until all nodes have joined and reach each other.
 
     Args:
         launch: the settings.
         others: the other launchers, nodes.OtherNodes.
         seconds: how long to wait.
-        start: Starts.id; "" for the first one of a launch.
+        start: Starts.id; "" for the first start of a launch.
         has_saved: the run goes on only with other nodes than before.
-        about: this node: its refusal and has_waited.
+        about: more fields of this Node: refusal and has_waited.
 
     Raises:
         ConfigError: on every node, why no process starts.
-        nodes.RunHasEnded: no start follows.
+        RunHasEnded: no start follows.
     """
     from . import nodes  # pyright: ignore[reportMissingImports]
 
     interface, ip = nodes.interface_to(launch.address)
-    if interface:  # else gloo and NCCL choose
+    if interface:  # without one, gloo and NCCL choose
         os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
     if not start:
         print(summary(launch, interface), flush=True)
-    # a fork has what was imported here, whatever was edited since
+    # forked processes run the code that was imported here, even if files were edited since
     is_forked = start_method()[0] == "fork"
     me = nodes.Node(
         rank=launch.node_rank,
@@ -506,12 +508,12 @@ def meet_other_nodes(
     others.meet(me, seconds, has_saved=has_saved)
 
 
-# ---- the outcome ---------------------------------------------------------------------------------
+# ---- the processes -------------------------------------------------------------------------------
 def import_all(config: Config) -> None:
-    """Import what the processes will need, here, once.
+    """Import once, in this process, all that the processes will need.
 
-    Also what the recipe imports inside its methods. An import that fails is left to the processes,
-    whose error it is; and what they alone import costs time only.
+    This includes what the recipe imports inside its methods. An import that fails is left to the
+    processes, which report it; a module that only they import costs time only.
     """
     names = [TRAIN, *DEFERRED]
     source = inspect.getsourcefile(type(config.recipe))
@@ -527,17 +529,17 @@ def import_all(config: Config) -> None:
                 importlib.import_module(name)
 
 
-def call(module: str, settings: Config | tuple[str, ...], *, launcher: int) -> None:
-    """Call the main of a module in this process, one of those that the launcher has started.
+def call(module: str, settings: Config | tuple[str, ...], *, launcher_pid: int) -> None:
+    """Call the main function of a module, in a process that the launcher has started.
 
     Args:
-        module: the module.
-        settings: the config or, in a spawned process, its words on the command line: a config may
-            hold an open file, and that must be opened here.
-        launcher: its pid.
+        module: the name of the module.
+        settings: the config or, in a spawned process, its words on the command line: a recipe may
+            open a file, which must happen in this process.
+        launcher_pid: the pid of the launcher.
     """
-    gc.freeze()  # a collection would copy the pages of all that was imported before the fork
-    LAUNCHER.watch(launcher)
+    gc.freeze()  # a collection would copy the memory pages of all that was imported before the fork
+    LAUNCHER.watch(launcher_pid)
     main = importlib.import_module(module).main
     config = parse_settings([*settings]) if isinstance(settings, tuple) else settings
     with exits.on_all_ranks() as outcome:
@@ -556,18 +558,18 @@ def run_module(
     Args:
         launch: the settings.
         workers: the processes.
-        module: the module.
-        logs: the folder for the output of its processes; None for this terminal only.
-        starts: those of this launch.
+        module: the name of the module.
+        logs: the folder for the output of its processes; None: they write to this terminal.
+        starts: the starts of this launch.
 
     Returns:
-        The exit codes of the processes by rank, in the order in which they ended, and the error
-        files that they have left.
+        The exit codes of the processes by rank, in the order in which they ended, and the failures
+        in their error files.
     """
     os.environ.pop(LOGS, None)
     with opened_files_noted():
         import_all(launch.config)
-    if logs:  # made after the imports, in which Ctrl-C may come
+    if logs:  # made after the imports, which Ctrl-C may interrupt
         with writing(launch.config.folder):
             logs.mkdir(parents=True, exist_ok=True)
             with open_own(logs / RESERVE, "wb") as file:
@@ -581,15 +583,18 @@ def run_module(
         starts.begin()
         is_forked = start_method()[0] == "fork"
         settings = launch.config if is_forked else launch.arguments
-        function = partial(call, module, settings, launcher=os.getpid())
+        function = partial(call, module, settings, launcher_pid=os.getpid())
         codes = workers.run(
             function, environments, starts.may_kill, lambda: starts.phase if module == TRAIN else ""
         )
-        found = read_failures(Path(errors).glob("*.json"))
+        reported = read_failures(Path(errors).glob("*.json"))
     for rank in [rank for rank, code in codes.items() if code == -signal.SIGVTALRM]:
-        found.append(report_held_lock(launch, rank, logs, starts))
+        reported.append(report_held_lock(launch, rank, logs, starts))
         codes[rank] = 1
-    return codes, found
+    return codes, reported
+
+
+# ---- the outcome ---------------------------------------------------------------------------------
 
 
 def main(arguments: list[str]) -> int:
@@ -598,7 +603,7 @@ def main(arguments: list[str]) -> int:
     say_that_it_imports()
     launch = parse(arguments)
     folder = launch.config.folder
-    marks = [-1] if starts_over_now(launch.config) else attempts.marks(folder)
+    steps = [-1] if starts_over_now(launch.config) else attempts.steps_at_launches(folder)
     workers = get_ready(launch)
     if isinstance(workers, int):
         code = workers
@@ -606,31 +611,31 @@ def main(arguments: list[str]) -> int:
         ending = run(launch, workers)
         code = ending.tell()
         failure = ending.status.failure if ending.is_new else None
-        if failure and failure.cause in attempts.OF_A_HOST and not launch.node_rank:
+        if failure and failure.cause in attempts.HOST_CAUSES and not launch.node_rank:
             note_blamed([failure.host])
     if not launch.own.requeue:
         return code
-    code, why = attempts.requeue(folder, marks, code)
+    code, why = attempts.requeue(folder, steps, code)
     if why and not launch.node_rank:
         print(why, flush=True)
     return code
 
 
 def get_ready(launch: Launch) -> Workers | int:
-    """Look for the GPUs, wait for the other nodes, and check the cluster if that is asked for.
+    """Check the GPUs, wait for the other nodes, and check the cluster if that was asked for.
 
     Returns:
-        What starts the processes of this node; the exit code where nothing is to be trained.
+        The Workers that will train on this node; the exit code if nothing is to be trained.
     """
     if launch.gpus and launch.nodes == 1:
         from ..accelerator import check_gpus, count_accelerators
 
-        check_gpus(launch.gpus, in_a_child(count_accelerators))
+        check_gpus(launch.gpus, count_in_child(count_accelerators))
     workers = Workers()
     if launch.nodes > 1:
         from .nodes import OtherNodes  # pyright: ignore[reportMissingImports]
 
-        if launch.own.min_machines:  # so that a run under way need not wait for this
+        if launch.own.min_machines:  # a run that trains must not wait for these imports
             with opened_files_noted():
                 import_all(launch.config)
         own = launch.own
@@ -643,7 +648,7 @@ def get_ready(launch: Launch) -> Workers | int:
             say("the run has ended without this node")
             return ended.code
         except TransientError:
-            # a pod that replaces a lost one comes after the end
+            # a pod that replaces a lost one may be started after the run has finished
             has_finished = read_status(launch.config.folder).outcome == "finished"
             if not (launch.node_rank and own.min_machines and has_finished):
                 raise
@@ -651,7 +656,7 @@ def get_ready(launch: Launch) -> Workers | int:
             return 0
     else:
         print(summary(launch), flush=True)
-    # not where some nodes come from an earlier start, which do not check again
+    # nodes that have taken part in an earlier start do not check again
     is_first = all(node.is_new for node in workers.others.members) if workers.others else True
     code = None
     if (launch.own.preflight and is_first) or launch.module == PREFLIGHT:
@@ -664,7 +669,7 @@ def get_ready(launch: Launch) -> Workers | int:
 
 
 def preflight(launch: Launch, workers: Workers) -> int | None:
-    """Check the cluster; return the exit code where nothing is to be trained."""
+    """Check the cluster; return the exit code if nothing is to be trained, otherwise None."""
     codes, _ = run_module(launch, workers, PREFLIGHT)
     if workers.stop_signal:
         return PREEMPTED
@@ -681,16 +686,16 @@ class LastStart:
     id: str
     codes: dict[int, int]  # exit codes of the processes by rank, as they ended
     failures: list[Failure]
-    lost: Any  # nodes.Node, whose host does not answer; or None
+    lost: Any  # the nodes.Node whose host does not answer; or None
 
 
 def run(launch: Launch, workers: Workers, command: str = "") -> Ending:
-    """Train, and start again after failures that need not repeat, and with other nodes.
+    """Train, and restart after failures that may not repeat and when nodes leave or join.
 
     Args:
         launch: the settings.
-        workers: of get_ready.
-        command: what continues the run, as it is typed; "" where that is not known.
+        workers: the result of get_ready.
+        command: the command that continues the run, as the user types it; "" if not known.
     """
     folder = launch.config.folder
     began = datetime.now(UTC).strftime("%Y%m%dT%H%M%S")
@@ -705,7 +710,7 @@ def run(launch: Launch, workers: Workers, command: str = "") -> Ending:
     while True:
         here = launch.among(others)
         launch, here = memory.with_lowered_micro_batch(launch, here, others)
-        if others and not workers.stop_signal:  # else there was no other start
+        if others and not workers.stop_signal:  # after a stop signal the nodes have not met again
             starts.follow(others.members[0].start)
             if starts.count:
                 print(summary(here), flush=True)
@@ -714,42 +719,42 @@ def run(launch: Launch, workers: Workers, command: str = "") -> Ending:
             starts.about |= memory.lowered_micro_batch_fields(launch, here)
         start = starts.id
         memory_kills = memory.count_memory_kills()
-        codes, found = run_module(here, workers, TRAIN, logs, starts)
-        if codes:  # else it was stopped before another start
+        codes, reported = run_module(here, workers, TRAIN, logs, starts)
+        if codes:  # {}: it was stopped before the restart
             lost = others.lost if others else None
-        if codes and lost:
-            found.append(report_lost_node(here, others, starts))
+            if lost:
+                reported.append(report_lost_node(here, others, starts))
         record_end(logs, workers, codes, starts.count)
-        memory.report_memory_kill(memory_kills, codes, found, workers, logs, starts)
-        launch = memory.with_next_micro_batch(launch, found)
-        by_themselves = {rank: code for rank, code in codes.items() if rank not in workers.killed}
-        # stopped for another node, or on another one: the run may go on
+        memory.report_memory_kill(memory_kills, codes, reported, workers, logs, starts)
+        launch = memory.with_next_micro_batch(launch, reported)
+        unkilled = {rank: code for rank, code in codes.items() if rank not in workers.killed}
+        # stopped to take in a node, or on another node: the run may go on
         has_saved = bool(launch.own.min_machines) and {*codes.values()} == {PREEMPTED}
         change = others.change if has_saved and others else ""
-        starts.end(by_themselves, found, workers.stop_signal or change)
-        has_failed = bool(failed(codes)) or fails_elsewhere(launch, starts, workers, codes)
-        # one may fail after the run has ended; what is left is not trained again
+        starts.end(unkilled, reported, workers.stop_signal or change)
+        has_failed = bool(failed(codes)) or has_failed_elsewhere(launch, starts, workers, codes)
+        # if a process fails after the run has ended, nothing is left to train
         may_start = has_saved or (has_failed and not has_ended(starts))
         if workers.stop_signal or not may_start:
             break
-        if not starts_again(launch, starts, workers, by_themselves, found, has_saved=has_saved):
+        if not starts_again(launch, starts, workers, unkilled, reported, has_saved=has_saved):
             break
     workers.ignore_signals()
-    last = LastStart(id=start, codes=codes, failures=found, lost=lost)
+    last = LastStart(id=start, codes=codes, failures=reported, lost=lost)
     return end(launch, workers, starts, last, logs, command)
 
 
 def has_ended(starts: Starts) -> bool:
-    """Return whether nothing is left to train of a run that these starts have begun."""
+    """Return whether these starts have begun the run and it has ended."""
     return starts.is_new and read_status(starts.folder).outcome in ENDED
 
 
-def fails_elsewhere(
+def has_failed_elsewhere(
     launch: Launch, starts: Starts, workers: Workers, codes: dict[int, int]
 ) -> bool:
-    """Return whether the run fails after the processes here are done; wait until it has ended.
+    """Wait until the run has ended; return whether it failed after the processes here succeeded.
 
-    A node may be lost while rank 0 ends the run, and the others are needed again.
+    A node may be lost while rank 0 ends the run; then all nodes are needed again.
     """
     others = workers.others
     if not others or not launch.node_rank or not codes or any(codes.values()):
@@ -765,12 +770,12 @@ def fails_elsewhere(
 def end(
     launch: Launch, workers: Workers, starts: Starts, last: LastStart, logs: Path, command: str
 ) -> Ending:
-    """Return how the run has ended, once that is in its folder; tell the other nodes."""
+    """Write the run's status, tell the other nodes, and return how the run has ended."""
     others = workers.others
     if others and launch.node_rank and workers.stop_signal:
         others.close()  # they may go on without this node
     starts.write()
-    status, is_new = settled(launch, workers, starts, last)
+    status, is_new = settle_status(launch, workers, starts, last)
     ending = Ending(
         folder=launch.config.folder,
         logs=logs,
@@ -783,7 +788,8 @@ def end(
         command=command,
         codes=last.codes,
     )
-    if ending.kind == "refused" and not is_new and launch.nodes == 1:  # others may look at it
+    # on several nodes, the other ones may be using the folder
+    if ending.kind == "refused" and not is_new and launch.nodes == 1:
         shutil.rmtree(logs, ignore_errors=True)
     if others:
         code = None if launch.node_rank else ending.exit_code
@@ -791,51 +797,51 @@ def end(
     return ending
 
 
-def settled(
+def settle_status(
     launch: Launch, workers: Workers, starts: Starts, last: LastStart
 ) -> tuple[Status, bool]:
-    """Write how the run has ended where no process has, and add what its error files say.
+    """Complete status.json: add the content of the error files, and the end if no process wrote it.
 
     Returns:
         The status, and whether this launch has begun the run.
     """
-    folder, codes, found, lost = launch.config.folder, last.codes, last.failures, last.lost
+    folder, codes, reported, lost = launch.config.folder, last.codes, last.failures, last.lost
 
     def is_last() -> bool:
-        """Return whether no nodes have gone on without this one."""
+        """Return whether no other nodes have gone on without this one."""
         return read_info(folder).launch == last.id
 
-    # a network file system may be late
+    # a network file system may show the files late
     if launch.nodes > 1 and codes and not lost and wait_until(lambda: starts.is_new, 5.0):
         running = ("", "running")
         wait_until(
             lambda: read_status(folder).outcome not in running or not is_last(), STATUS_SECONDS
         )
     status, is_new = read_status(folder), starts.is_new
-    if is_new and codes:  # else it was stopped between two starts
-        found += read_errors(folder, read_info(folder).launch)
+    if is_new and codes:  # {}: it was stopped between two starts
+        reported += read_errors(folder, read_info(folder).launch)
     if is_new and (launch.node_rank == 0 or (lost and lost.rank == 0 and is_last())):
-        # a process on a full disk, or on a node that is lost, has not written that it failed
-        if found and status.outcome in ("failed", "running"):
-            status = as_failed(folder, status, found)
-        elif status.outcome == "running" and not workers.stop_signal:  # also by os._exit(0)
+        # a process could not write that it failed if its disk was full or its node was lost
+        if reported and status.outcome in ("failed", "running"):
+            status = as_failed(folder, status, reported)
+        elif status.outcome == "running" and not workers.stop_signal:  # even if all exited with 0
             status = replace(status, outcome="failed", reason=unexplained(codes))
         if goodput := tool("goodput"):
             status = replace(status, goodput=goodput.goodput(folder))
-        with suppress(OSError), status_locked(folder):  # a full disk, or another launch
+        with suppress(OSError), status_locked(folder):  # a full disk; another launch has the lock
             if starts.is_new and (launch.node_rank == 0 or is_last()):
                 write_status(folder, status)
     return status, is_new
 
 
-def as_failed(folder: Path, status: Status, found: list[Failure]) -> Status:
-    """Return the status of a run that has failed, by the error files of all ranks."""
-    first = failures.first_failure(found)
+def as_failed(folder: Path, status: Status, reported: list[Failure]) -> Status:
+    """Return the status of a failed run, with the first failure that its ranks have reported."""
+    first = failures.first_failure(reported)
     if not first:
         return replace(status, outcome="failed")
     hosts = read_info(folder).hosts
-    reported = {one.rank for one in found}
-    silent = [f"rank {n} on {host}" for n, host in enumerate(hosts) if n not in reported]
+    ranks = {failure.rank for failure in reported}
+    silent = [f"rank {n} on {host}" for n, host in enumerate(hosts) if n not in ranks]
     reason = failures.reason_in_status(first, silent)
     return replace(status, outcome="failed", step=first.step or 0, reason=reason, failure=first)
 
@@ -845,30 +851,30 @@ def starts_again(
     starts: Starts,
     workers: Workers,
     codes: dict[int, int],
-    found: list[Failure],
+    reported: list[Failure],
     *,
-    has_saved: bool = False,
+    has_saved: bool,
 ) -> bool:
-    """Return whether all nodes start their processes again: after a failure, or with other nodes.
+    """Meet the other nodes; return whether all nodes start their processes again.
 
     Args:
         launch: the settings.
-        starts: those of this launch.
-        workers: of this node.
+        starts: the starts of this launch.
+        workers: the workers of this node.
         codes: exit codes of the processes that ended by themselves, by rank.
-        found: the error files of the start that has ended.
-        has_saved: it did not fail, but has saved in order to stop.
+        reported: the failures of the start that has ended.
+        has_saved: the start did not fail, but saved and stopped to go on with other nodes.
     """
     others, refusal, has_waited = workers.others, "", False
     if has_saved:
         starts.count += 1
     else:
         may_go_on = launch.own.min_machines > 0
-        first = failures.first_failure(found)
+        first = failures.first_failure(reported)
         has_waited = may_go_on and first is not None and first.cause == "waiting"
         refusal = starts.refusal(
             failed(codes),
-            found,
+            reported,
             others_failed=bool(others and (others.failed or others.has_left)),
             may_have_waited=may_go_on,
         )
@@ -876,7 +882,7 @@ def starts_again(
         wait = launch.own.wait_for_node_0 * bool(launch.node_rank)
         seconds = max(wait, GO_ON_SECONDS if launch.own.min_machines else RESTART_SECONDS)
         if has_saved and launch.node_rank:
-            seconds = wait  # where node 0 has left too, the run has ended
+            seconds = wait  # if node 0 has left too, the run has ended
         if not has_saved:
             others.tell_failure()
         if others.lost and others.lost.rank == 0 and not launch.own.wait_for_node_0:
@@ -907,15 +913,15 @@ def starts_again(
 
 
 def report_held_lock(launch: Launch, rank: int, logs: Path | None, starts: Starts) -> Failure:
-    """Write the error file of a process that watchdog.LastResort has ended; return its content."""
+    """Write an error file for a process that watchdog.LastResort has ended; return the failure."""
     stacks = ""
     with suppress(OSError):
         stacks = stacks_file(str(logs or ""), rank).read_text(errors="replace")
     limits = launch.config.distributed
     reason = (
-        "no progress, and C code held Python's lock (the GIL), so that the process could not report"
-        f" it: ended after the limit (distributed.timeout_seconds {limits.timeout_seconds:g},"
-        f" startup_timeout_seconds {limits.startup_timeout_seconds:g}) and {HELD_SECONDS:g} s"
+        "no progress, and C code held Python's lock (the GIL), so the process could not report it:"
+        f" ended {HELD_SECONDS:g} s after the limit (distributed.timeout_seconds"
+        f" {limits.timeout_seconds:g}, startup_timeout_seconds {limits.startup_timeout_seconds:g})"
     )
     failure = failures.record(reason=reason, cause="stalled", details=stacks)
     step = last_record(starts.folder).get("step", 0)
@@ -927,10 +933,10 @@ def report_held_lock(launch: Launch, rank: int, logs: Path | None, starts: Start
 
 
 def report_lost_node(launch: Launch, others: Any, starts: Starts) -> Failure:
-    """Print and write the error file of a node that does not answer; return its content."""
+    """Print that a node does not answer, and write an error file for it; return the failure."""
     node = others.lost
-    at = [member.rank for member in others.members].index(node.rank)
-    rank = at * launch.processes_per_node
+    position = [member.rank for member in others.members].index(node.rank)
+    rank = position * launch.processes_per_node
     step = last_record(launch.config.folder).get("step", 0)
     reason = (
         f"node {node.rank} has not answered for {launch.own.lost_node_seconds:g} s: its host has"
@@ -945,7 +951,7 @@ def report_lost_node(launch: Launch, others: Any, starts: Starts) -> Failure:
 
 
 def record_end(logs: Path, workers: Workers, codes: dict[int, int], restarts: int) -> None:
-    """Write into the log folder how the processes have ended on this node."""
+    """Write launcher.json in the log folder: how the processes of this node have ended."""
     ended = {
         "exit_codes": codes,
         "killed": workers.killed,

@@ -1,4 +1,4 @@
-"""How a launch ended, and the block that says so, last on the screen. Imports no torch."""
+"""How a launch ended, and the summary that says so, last on the screen. Imports no torch."""
 
 import importlib
 import signal
@@ -31,36 +31,37 @@ class Ending:
     folder: Path
     logs: Path
     status: Status
-    is_new: bool  # whether this start has changed it
-    is_first_node: bool  # the others show one line
-    failures: list[Failure]  # of this start
-    stop_signal: str  # which the launcher has received
-    stop_signal_time: float = float("inf")  # seconds since 1970
-    command: str  # what continues the run; "" where that is not known
+    is_new: bool  # this launch has begun the run, so the status is its own
+    is_first_node: bool  # the other nodes show one line
+    failures: list[Failure]  # of the last start
+    stop_signal: str  # the one that the launcher has received; "" without one
+    stop_signal_time: float  # seconds since 1970; inf without a signal
+    command: str  # the command that continues the run; "" if not known
     codes: dict[int, int]  # exit codes of this node's processes, by rank; -n: ended by signal n
 
     @property
     def kind(self) -> str:
         """Return finished, preempted, stopped (nothing saved), refused or failed."""
-        state = self.status.outcome
-        if self.is_new and state == "preempted":
+        outcome = self.status.outcome
+        if self.is_new and outcome == "preempted":
             return "preempted"
         is_success = not any(self.codes.values())
-        if state == "finished" and (self.is_new or is_success):
+        if outcome == "finished" and (self.is_new or is_success):
             return "finished"
-        # stopped in startup, each process exits by itself, and others may report a lost connection
+        # after a stop in startup each process exits by itself, and the others may report that they
+        # have lost contact
         noted, first = self.status.failure, self._first
-        follows = noted is not None and noted.cause in CONSEQUENCES
-        unsaved = not self.is_new or state == "running" or follows or not self.codes
-        failed_before = any(one.time < self.stop_signal_time for one in self.failures)
-        if self.stop_signal and unsaved and not failed_before:
+        is_consequence = noted is not None and noted.cause in CONSEQUENCES
+        is_unsaved = not self.is_new or outcome == "running" or is_consequence or not self.codes
+        failed_before = any(failure.time < self.stop_signal_time for failure in self.failures)
+        if self.stop_signal and is_unsaved and not failed_before:
             return "stopped"
         is_refused = first is not None and first.cause == "setting" and not first.step
         return "refused" if is_refused else "failed"
 
     @property
     def exit_code(self) -> int:
-        """Return 0 finished; 75 preempted or stopped; 2 if a retry would fail too; 1 else."""
+        """Return 0: finished; 75: preempted or stopped; 2: a retry would fail too; 1: otherwise."""
         kind = self.kind
         if kind in ("preempted", "stopped"):
             return PREEMPTED
@@ -78,13 +79,13 @@ class Ending:
         return first_failure(self.failures)
 
     def tell(self) -> int:
-        """Print how a run ended, below all output of its processes; return the exit code."""
+        """Print how the run ended, below all output of its processes; return the exit code."""
         with suppress(OSError):  # a closed terminal
             self.print()
         return self.exit_code
 
     def print(self) -> None:
-        """Print the block; on other nodes than the first one line."""
+        """Print the summary on the first node, and one line on the others."""
         kind, first = self.kind, self._first
         if first and kind == "refused":
             say(f"error: {first.reason}", to=sys.stderr)
@@ -111,26 +112,27 @@ class Ending:
             pairs.append(("goodput", goodput_in_words(self.status)))
         print_block(title, [*rows(pairs), *self._next("the same command")])
 
-    def _next(self, what: str) -> list[str]:
-        """Return the lines about what continues the run, and from which step."""
+    def _next(self, subject: str) -> list[str]:
+        """Return the lines that say from which step the same command continues the run."""
         newest = [step_of(path) for path in checkpoints(self.folder)[-1:]]
-        how = f"continues from step {newest[0]}" if newest else "starts again from step 0"
-        return [f"{what} {how}:", f"  {self.command}"] if self.command else [f"{what} {how}"]
+        effect = f"continues from step {newest[0]}" if newest else "starts again from step 0"
+        line = f"{subject} {effect}"
+        return [f"{line}:", f"  {self.command}"] if self.command else [line]
 
     def _print_failed(self) -> None:
         title, reason, calls = "failed", unexplained(self.codes), []
-        # where this rank noticed the failure of another one says little
-        says_little = True
+        # the frames in which a rank noticed the failure of another rank say little
+        is_consequence = True
         if failure := self._first:
-            says_little = failure.cause in CONSEQUENCES
-            frames = () if says_little else failure.frames
-            calls = [f"  {one.place}" for one in frames if not one.library]
+            is_consequence = failure.cause in CONSEQUENCES
+            frames = () if is_consequence else failure.frames
+            calls = [f"  {frame.place}" for frame in frames if not frame.library]
             title += f" after step {failure.step} of {self.status.steps}" if failure.step else ""
             title += f", rank {failure.rank} on {failure.host}"
             reason = failure.reason or reason
-        if self.is_new and says_little:
+        if self.is_new and is_consequence:
             reason = self.status.reason or reason
-        others = len({one.rank for one in self.failures}) - 1
+        others = len({failure.rank for failure in self.failures}) - 1
         ranks = f"{others} more failed: {self.folder / 'errors'}" if others > 0 else ""
         doctor = command_line("doctor", self.folder) if has_tool("doctor") else ""
         pairs = [
@@ -148,24 +150,24 @@ class Ending:
 
 
 def unexplained(codes: dict[int, int]) -> str:
-    """Return what is known of processes that left no error file, by their exit codes."""
+    """Return what the exit codes say about processes that left no error file."""
     codes = {rank: code for rank, code in codes.items() if code} or codes
     ended = [f"rank {rank} {how_it_ended(code)}" for rank, code in codes.items()]
     return (
-        "a process ended without an error file: killed, out of host memory, crashed in C code, or"
-        f" by os._exit ({', '.join(ended[:4])})."
+        "a process ended without an error file: it was killed, ran out of host memory, crashed in C"
+        f" code, or called os._exit ({', '.join(ended[:4])})."
     )
 
 
 def how_it_ended(code: int) -> str:
-    """Return an exit code in words; -n means by signal n."""
+    """Return an exit code in words; -n: ended by signal n."""
     if code >= 0:
         return f"exited with {code}"
     return f"was ended by {signal.Signals(-code).name}"
 
 
 def print_finished(folder: Path, status: Status, *more: tuple[str, str]) -> None:
-    """Show how a finished run ended, and what can be done with it."""
+    """Show the results of a finished run, and commands to continue with."""
     results = [f"{name} {format_metric(value)}" for name, value in (status.result or {}).items()]
     pairs = [
         ("steps", f"{status.step} of {status.steps}, {status.reason}"),
@@ -174,21 +176,21 @@ def print_finished(folder: Path, status: Status, *more: tuple[str, str]) -> None
         ("time", f"{format_seconds(status.seconds)} in the last start"),
         ("nodes", too_few_nodes(status)),
         ("goodput", goodput_in_words(status)),
-        ("best", best_of(folder)),
+        ("best", best_evaluation(folder)),
         ("result", ", ".join(results)),
         ("weights", str(folder / "export")),
         ("metrics", str(folder / "metrics.jsonl")),
         *links(status),
     ]
-    answers = (folder / "samples").is_dir()  # the recipe has predict_samples
-    names = {"report": has_tool("report"), "predict": answers, "evaluate": True}
-    commands = [f"  {command_line(name, folder)}" for name, is_there in names.items() if is_there]
+    has_samples = (folder / "samples").is_dir()  # the recipe defines predict_samples
+    names = {"report": has_tool("report"), "predict": has_samples, "evaluate": True}
+    commands = [f"  {command_line(name, folder)}" for name, is_shown in names.items() if is_shown]
     print_block(f"finished: {folder}", [*rows(pairs), "next:", *commands])
 
 
-def best_of(folder: Path) -> str:
-    """Return the best evaluation of a run, as its newest checkpoint has it; "" without one."""
-    with suppress(OSError, ValueError, LookupError, TypeError):  # a file may be damaged by now
+def best_evaluation(folder: Path) -> str:
+    """Return the best evaluation that the newest checkpoint of a run knows; "" without one."""
+    with suppress(OSError, ValueError, LookupError, TypeError):  # a file may be damaged
         name = read_yaml(folder / "config.yaml", follow=False)["evaluation"]["best_metric"]
         state = read_manifest(checkpoints(folder)[-1])["state"]
         if state["best"] is not None:
@@ -197,28 +199,28 @@ def best_of(folder: Path) -> str:
 
 
 def links(status: Status) -> list[tuple[str, str]]:
-    """Return where the trackers show the run, as rows."""
+    """Return a row with the link to the run for each tracker."""
     return [("tracker", link) for link in status.trackers.values()]
 
 
 def too_few_nodes(status: Status) -> str:
-    """Return how many nodes of how many took part at the end; "" if all did."""
-    here, _, everywhere = status.nodes.partition(" of ")
-    return status.nodes if here != everywhere else ""
+    """Return how many nodes took part at the end, such as "3 of 4"; "" if all did."""
+    present, _, total = status.nodes.partition(" of ")
+    return status.nodes if present != total else ""
 
 
 def goodput_in_words(status: Status) -> str:
-    """Return the goodput in a status.json as a line; "" where it is good, or nothing is known."""
+    """Return the goodput in status.json as a line; "" if it is good or unknown."""
     goodput = tool("goodput")
     return str(goodput.in_words(status)) if goodput else ""
 
 
 def tool(name: str) -> Any:
-    """Return a module of tools/; None where it was deleted."""
+    """Return a module of tools/; None if it was deleted."""
     return importlib.import_module(f"{PACKAGE}.tools.{name}") if has_tool(name) else None
 
 
 def has_tool(name: str) -> bool:
-    """Return whether this project still has a tool: tools/ may be deleted."""
+    """Return whether this project still has a tool; tools/ may be deleted."""
     tools = Path(__file__).parents[1] / "tools"
     return (tools / name).is_dir() or (tools / f"{name}.py").is_file()

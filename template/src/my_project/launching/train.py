@@ -1,9 +1,9 @@
-"""Train: check everything, say what starts, launch it, end with one block.
+"""Train: check everything, say what starts, launch it, end with a summary.
 
     python -m my_project train configs/image_classification.yaml --optim.lr 3e-3
     python -m my_project train configs/image_classification.yaml --where fsdp2
 
-Config files may stand anywhere; several are read one after the other. Options of its own:
+Config files may be anywhere among the arguments; a later file overrides an earlier one. Options:
 
   --where NAME         accelerate_configs/NAME.yaml, or the path of such a file; by default all GPUs
                        of this machine that divide the global batch, or one CPU process
@@ -12,7 +12,7 @@ Config files may stand anywhere; several are read one after the other. Options o
   --preflight          check the machine before training
   --dry-run            all checks, two steps, an evaluation, a save and an export in a temporary
                        folder
-The settings are those of the config (--help lists them, and with a config the recipe's fields).
+All other options are settings of the config; --help lists them, with a config also the recipe's.
 """
 
 import argparse
@@ -34,12 +34,12 @@ from ..safety.redaction import mask_command
 from ..settings import did_you_mean, parse
 from ..words import PACKAGE, format_seconds, print_block, rows
 from . import launch
-from .workers import in_a_child, opened_files_noted
+from .workers import count_in_child, opened_files_noted
 
 COMMAND = f"python -m {PACKAGE} train"
 FOLDER = Path("accelerate_configs")
 DRY_RUN_STEPS = 2
-DRY_RUN_SETTINGS = {  # those of what has been deleted from the project are left out
+DRY_RUN_SETTINGS = {  # without those whose part of the project was deleted
     "telemetry.every_steps": "1",
     "telemetry.trackers": "[]",
     "evaluation.every_steps": "null",
@@ -48,7 +48,7 @@ DRY_RUN_SETTINGS = {  # those of what has been deleted from the project are left
 
 
 def read_options(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
-    """Return this command's options, and the words for the train module."""
+    """Return this command's options, and the arguments of the train module."""
     parser = argparse.ArgumentParser(prog=COMMAND, add_help=False, allow_abbrev=False)
     parser.add_argument("--where", default="")
     parser.add_argument("--num_processes", "--num-processes", type=int)
@@ -58,43 +58,43 @@ def read_options(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
     return parser.parse_known_args(arguments)
 
 
-# ---- where ---------------------------------------------------------------------------------------
+# ---- where to train ------------------------------------------------------------------------------
 def count_gpus() -> int:
     """Count the GPUs of CUDA or ROCm."""
     import torch
 
-    return in_a_child(torch.cuda.device_count)
+    return count_in_child(torch.cuda.device_count)
 
 
 def find_where(name: str) -> Path:
-    """Return the path of an accelerate config by its name or path."""
+    """Return the path of an accelerate config, which is given by its name or path."""
     path = Path(name)
     if path.suffix in (".yaml", ".yml") and path.is_file():
         return path
-    found = FOLDER / f"{name}.yaml"
-    if not found.is_file():
+    in_folder = FOLDER / f"{name}.yaml"
+    if not in_folder.is_file():
         names = sorted(path.stem for path in FOLDER.glob("*.yaml"))
-        hint = did_you_mean(Path(name).stem, names) or f"; there are {', '.join(names) or 'none'}."
-        raise ConfigError(f"--where {name}: there is no {found} in {Path.cwd()}{hint}")
-    return found
+        hint = did_you_mean(path.stem, names) or f"; there are {', '.join(names) or 'none'}."
+        raise ConfigError(f"--where {name}: there is no {in_folder} in {Path.cwd()}{hint}")
+    return in_folder
 
 
 def choose(options: argparse.Namespace, batches: BatchesConfig) -> tuple[Path, int]:
-    """Choose the path of the accelerate config and the number of processes."""
+    """Return the path of the accelerate config and the number of processes to use."""
     if options.num_processes is not None and options.num_processes < 1:
         raise ConfigError(f"--num_processes is {options.num_processes}, but must be at least 1.")
     gpus = count_gpus()
-    most = max_processes(batches)
-    fitting = options.num_processes or max(1, min(gpus, most))
-    if not options.num_processes and gpus > most:
-        print(f"{fitting} of {gpus} GPUs: a global batch has {most} micro-batches", flush=True)
+    limit = max_processes(batches)
+    processes = options.num_processes or max(1, min(gpus, limit))
+    if not options.num_processes and gpus > limit:
+        print(f"{processes} of {gpus} GPUs: a global batch has {limit} micro-batches", flush=True)
     if not options.where:
-        kinds = ("gpu", "multi_gpu") if gpus else ("cpu", "cpu_2_processes")
-        path = find_where(kinds[fitting > 1])
-        print(f"{path}: torch sees {gpus} GPUs; --where chooses another", flush=True)
-        return path, fitting
+        names = ("gpu", "multi_gpu") if gpus else ("cpu", "cpu_2_processes")
+        path = find_where(names[processes > 1])
+        print(f"{path}: torch sees {gpus} GPUs; --where chooses another file", flush=True)
+        return path, processes
     path = find_where(options.where)
-    where = launch.read_where(path)
+    where = launch.read_accelerate_config(path)
     if (where.get("num_machines") or 1) > 1:
         raise ConfigError(
             f"{path} is for {where['num_machines']} nodes, but this command starts one: use"
@@ -103,12 +103,12 @@ def choose(options: argparse.Namespace, batches: BatchesConfig) -> tuple[Path, i
     in_file = where.get("num_processes") or 1
     if options.num_processes or launch.uses_cpu(where) or in_file == 1 or not gpus:
         return path, options.num_processes or in_file
-    return path, fitting
+    return path, processes
 
 
 # ---- a dry run -----------------------------------------------------------------------------------
 def dry_run(config: Config, flags: list[str], settings: list[str], command: str) -> int:
-    """Train two steps in a temporary folder, and say what the whole run will take."""
+    """Train two steps in a temporary folder, and print what the whole run will take."""
     runs = Path(config.runs_folder)
     with writing(runs):
         runs.mkdir(parents=True, exist_ok=True)
@@ -135,12 +135,11 @@ def dry_run(config: Config, flags: list[str], settings: list[str], command: str)
 
 
 def print_estimate(config: Config, folder: Path) -> None:
-    """Show what a step takes, and about what the whole run will."""
+    """Print the time and memory of a step, and an estimate for the whole run."""
     from ..ema import ema_problem
 
-    records = each_record(folder / "metrics.jsonl")
-    last: dict[str, Any] = {}  # without records/performance.py
-    for record in records:
+    last: dict[str, Any] = {}  # stays empty without records/performance.py
+    for record in each_record(folder / "metrics.jsonl"):
         last = record if "samples_per_second" in record else last
     rate, size = last.get("samples_per_second"), config.batches.global_batch_size
     samples = read_info(folder).lengths.get("the training set", 0)
@@ -160,11 +159,11 @@ def print_estimate(config: Config, folder: Path) -> None:
 
 # ---- the command ---------------------------------------------------------------------------------
 def main(arguments: list[str]) -> int:
-    """Check, say what starts, and launch; return the exit code."""
+    """Check everything, say what starts, and launch it; return the exit code."""
     launch.prepare_environment()
     options, settings = read_options(arguments)
     if not sys.flags.safe_path and os.getcwd() not in sys.path:
-        sys.path.insert(0, os.getcwd())  # as the processes that are started find it
+        sys.path.insert(0, os.getcwd())  # the training processes have it too
     say_that_it_imports()
     with opened_files_noted():
         config = parse(settings, __doc__ or "", COMMAND)
@@ -177,9 +176,9 @@ def main(arguments: list[str]) -> int:
         flags += ["--max_restarts", str(options.max_restarts)]
     if options.preflight:
         flags.append("--preflight")
-    typed = shlex.join(mask_command(arguments))
-    typed = re.sub(r" --resume[ =]never\b", "", typed)  # it would start again from step 0
-    command = f"{COMMAND} {typed}"
+    words = shlex.join(mask_command(arguments))
+    words = re.sub(r" --resume[ =]never\b", "", words)  # it would start again from step 0
+    command = f"{COMMAND} {words}"
     if options.dry_run:
         return dry_run(config, flags, settings, command)
     started = launch.parse([*flags, "-m", launch.TRAIN, *settings])

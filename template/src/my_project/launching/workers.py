@@ -1,9 +1,9 @@
 """The training processes of this node: started, signaled, and ended with this one.
 
 They are forked from this process, which has imported torch, the loop and the recipe, so they need
-no import: each worker saves some four seconds of CPU time at every start. Where that is not safe
-(another thread runs here, CUDA is initialized, or the recipe has opened a file, in which all would
-read on at one position) or impossible they are spawned.
+not import them: each worker saves some four seconds of CPU time at every start. They are spawned if
+a fork is impossible or not safe: another thread runs here, CUDA is initialized, or the recipe has
+opened a file, whose position all workers would share.
 """
 
 import fcntl
@@ -28,12 +28,12 @@ from ..process import PR_SET_CHILD_SUBREAPER, PR_SET_NAME, PREEMPTED, prctl
 from .attempts import failed
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
-# A second stop signal kills the run if it comes this long after the first: launchers and
+# A second stop signal kills the run, but only if it comes this long after the first: launchers and
 # schedulers send each signal twice, at almost the same time.
 KILL_AFTER_SECONDS = 5.0
-STOPPING = "stopping; a run saves within two more steps; again in 5 s to end it at once"
-NOTHING_RUNS = "stopped before any process was started; the same command starts them"
-ENDING = "no process is running now, and none is started"
+STOPPING = "stopping; the run saves within two more steps; send it again after 5 s to kill the run"
+NOTHING_RUNS = "stopped before any process was started; the same command starts the run"
+ENDING = "no process is running, and none will be started"
 POLL_SECONDS = 0.1
 
 
@@ -41,14 +41,14 @@ class Workers:
     """The training processes of this node, with all their descendants."""
 
     def __init__(self) -> None:
-        self.running: list[Any] = []  # multiprocessing's
-        self.killed: list[int] = []  # ranks that were ended since another one had failed
+        self.running: list[Any] = []  # processes of multiprocessing
+        self.killed: list[int] = []  # ranks that were killed because another process had failed
         self.stop_signal = ""  # the name of the first stop signal
-        self.stop_signal_time = float("inf")  # time.time(), as error files have it
-        self._stopped_at = float("inf")  # time.monotonic(), which no clock step changes
-        self._may_raise = True  # nothing has to be ended or written when a signal comes
+        self.stop_signal_time = float("inf")  # time.time(), to compare with error files
+        self._stopped_at = float("inf")  # time.monotonic(), which does not jump
+        self._may_raise = True  # a signal may end this process: nothing has to be stopped or saved
         self.others: Any = None  # with several nodes: nodes.OtherNodes
-        self.makes_room = False  # the run saves in order to go on with another node
+        self.makes_room = False  # the run saves in order to go on with a new node
         prctl(PR_SET_CHILD_SUBREAPER, 1)  # orphaned descendants become children of this process
         self._handle_signals()
 
@@ -61,12 +61,12 @@ class Workers:
         if not self.stop_signal:
             self.stop_signal, self.stop_signal_time = signal.Signals(number).name, time.time()
             self._stopped_at = time.monotonic()
-            said = STOPPING if self.running else NOTHING_RUNS if self._may_raise else ENDING
-            with suppress(OSError):  # a closed terminal; print may be what was interrupted
-                os.write(1, f"\n{self.stop_signal}: {said}\n".encode())
+            message = STOPPING if self.running else NOTHING_RUNS if self._may_raise else ENDING
+            with suppress(OSError):  # a closed terminal; the signal may have interrupted a print
+                os.write(1, f"\n{self.stop_signal}: {message}\n".encode())
             if self._may_raise:
                 raise SystemExit(PREEMPTED)
-            # one that makes room has a signal already, and would take this for the second one
+            # to make room, the first worker has a signal already: this would be its second one
             for worker in self.running[1:] if self.makes_room else self.running:
                 with suppress(ProcessLookupError):
                     if worker.exitcode is None:
@@ -76,14 +76,14 @@ class Workers:
 
     @contextmanager
     def stoppable(self) -> Iterator[None]:
-        """Let a stop signal end the block, which waits for other nodes, and nothing else."""
+        """Let a stop signal end the block, which waits for other nodes, but not this process."""
         self._may_raise = True
         with suppress(SystemExit):
             yield
         self._may_raise = False
 
     def ignore_signals(self) -> None:
-        """Ignore signals from now on: the run has ended, and Ctrl-C would hide how."""
+        """Ignore signals from now on: the run has ended, and Ctrl-C would prevent its summary."""
         for number in SIGNALS:
             signal.signal(number, signal.SIG_IGN)
 
@@ -96,21 +96,21 @@ class Workers:
     ) -> dict[int, int]:
         """Call a function in new processes, and wait until all of them have ended.
 
-        One that fails ends the others, which would wait for it.
+        When a process fails, the others are killed, since they would wait for it.
 
         Args:
-            function: picklable where processes are spawned.
-            environments: of each process.
-            may_kill: whether the others need to be waited for no longer, by the exit codes so far
-                and the seconds since the first has failed, here or on another node.
-            phase: of the run, Starts.phase.
+            function: the function; picklable if processes are spawned.
+            environments: the environment variables of each process.
+            may_kill: returns whether the other processes can be killed; takes the exit codes so far
+                and the seconds since the first failure, here or on another node.
+            phase: returns the phase of the run, Starts.phase.
 
         Returns:
-            The exit code of each process by rank, in the order in which they ended; -n for one
-            that signal n ended. {} after a stop signal, which may have come between two starts.
+            The exit code of each process by rank, in the order in which they ended; -n: ended by
+            signal n. {} if a stop signal came before the processes were started.
         """
         self.killed, self.makes_room = [], False
-        self._handle_signals()  # again: an import may have installed handlers of its own
+        self._handle_signals()  # again, since an import may have replaced the handlers
         ranks = [int(environment.get("RANK", "0")) for environment in environments]
         method, why = start_method()
         if why:
@@ -123,8 +123,8 @@ class Workers:
         self._may_raise = False
         try:
             for environment in environments if not self.stop_signal else ():
-                given = (function, environment, os.getpid())
-                self.running.append(context.Process(target=_work, args=given))
+                arguments = (function, environment, os.getpid())
+                self.running.append(context.Process(target=_work, args=arguments))
                 self.running[-1].start()
         finally:
             signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
@@ -134,9 +134,7 @@ class Workers:
             kill_all(self.running)
             self.running = []
 
-    def _wait(
-        self, ranks: list[int], may_kill: Callable, phase: Callable[[], str]
-    ) -> dict[int, int]:
+    def _wait(self, ranks: list[int], may_kill: Callable, phase: Callable) -> dict[int, int]:
         failed_at = float("inf")
         ended: dict[int, int] = {}
         while True:
@@ -147,36 +145,36 @@ class Workers:
             if len(ended) == len(ranks):
                 return ended
             left = [worker for worker in self.running if worker.exitcode is None]
-            if failed(codes) or (self.others and self._has_lost_nodes(left, phase)):
+            if failed(codes) or (self.others and self._has_failed_elsewhere(left, phase)):
                 failed_at = min(failed_at, time.monotonic())
-            reap_others({worker.pid for worker in left})
+            reap_orphans({worker.pid for worker in left})
             if not self.killed and may_kill(codes, time.monotonic() - failed_at):
                 self.killed = [rank for rank, code in codes.items() if code is None]
                 for worker in left:
                     worker.kill()
-            # a sentinel that a loader worker has inherited stays open, so the time counts too
+            # with a timeout, since a sentinel that a loader worker has inherited stays open
             connection.wait([worker.sentinel for worker in left], POLL_SECONDS)
 
-    def _has_lost_nodes(self, left: list[Any], phase: Callable[[], str]) -> bool:
-        """Return whether processes of other nodes have failed; make room for a node that waits."""
+    def _has_failed_elsewhere(self, left: list[Any], phase: Callable[[], str]) -> bool:
+        """Return whether processes of other nodes have failed; make room for a waiting node."""
         if self.others.have_failed:
             return True
         newcomer = "" if self.makes_room or self.stop_signal else self.others.newcomer
         if newcomer and len(left) == len(self.running) and phase() == "training":
-            print(f"{newcomer} has come: the run saves, and goes on with it", flush=True)
+            print(f"{newcomer} has joined: the run saves, then goes on with it", flush=True)
             self.makes_room = True
             os.kill(left[0].pid, signal.SIGUSR1)
-        # its processes save with the others, but end at once where nothing saves
+        # processes of a node that has left save with the others, but in startup nothing is saved
         return self.others.has_left and phase() == "starting"
 
 
 def start_method() -> tuple[str, str]:
-    """Return fork, or spawn and why."""
+    """Return ("fork", ""), or "spawn" and the reason."""
     torch: Any = sys.modules.get("torch")
     if sys.platform != "linux":
         return "spawn", "only Linux forks safely"
     if torch and torch.cuda.is_initialized():
-        return "spawn", "an import has initialized CUDA, which no fork survives"
+        return "spawn", "an import has initialized CUDA, which does not work after a fork"
     if len(names := threads()) > 1:
         return "spawn", f"an import has started threads ({', '.join(sorted(names)[:4])})"
     if names := sorted(name for _, name in OPENED & open_files()):
@@ -189,45 +187,45 @@ OPENED: set[tuple[int, str]] = set()  # open files, see open_files
 
 @contextmanager
 def opened_files_noted() -> Iterator[None]:
-    """Note in OPENED what the block, which imports or makes the recipe, opens and leaves open."""
+    """Add to OPENED the files that the block, which imports or makes the recipe, leaves open."""
     before = open_files()
     yield
     OPENED.update(open_files() - before)
 
 
 def open_files() -> set[tuple[int, str]]:
-    """Return the files, pipes and sockets that are open here to be read: descriptors and names.
+    """Return the descriptors and names of files, pipes and sockets that are open for reading here.
 
-    Forked processes would take from one what the others then miss. Not what has no position to
-    share: devices, and files that are mapped into memory.
+    What one forked process reads from them, the others miss. Devices and files that are mapped into
+    memory are left out, since they have no position to share.
     """
-    found: set[tuple[int, str]] = set()
-    maps = Path("/proc/self/maps")  # of Linux
+    opened: set[tuple[int, str]] = set()
+    maps = Path("/proc/self/maps")  # on Linux only
     mapped = maps.read_text(errors="replace") if maps.exists() else ""
     for path in Path("/proc/self/fd").glob("*"):
-        with suppress(OSError):  # the descriptor that lists them is closed by now
+        with suppress(OSError):  # glob's own descriptor is closed by now
             number, name = int(path.name), os.readlink(path)
             kind, flags = os.stat(number).st_mode, fcntl.fcntl(number, fcntl.F_GETFL)
             has_position = stat.S_ISREG(kind) or stat.S_ISFIFO(kind) or stat.S_ISSOCK(kind)
             is_in_memory = name.startswith("/memfd:") or f" {name}\n" in mapped
             if has_position and not is_in_memory and not flags & os.O_WRONLY:
-                found.add((number, name))
-    return found
+                opened.add((number, name))
+    return opened
 
 
 def threads() -> list[str]:
-    """Return the names of this process's threads, as Linux has them."""
+    """Return the names that Linux has for the threads of this process, C threads included."""
     tasks = Path("/proc/self/task")
-    if threading.active_count() == 1:  # one that Python has joined may still be ending
+    if threading.active_count() == 1:  # a thread that Python has joined may still be ending
         wait_until(lambda: len([*tasks.iterdir()]) == 1, 0.5, 0.01)
     return [path.read_text().strip() for path in tasks.glob("*/comm")]
 
 
-def in_a_child(count: Callable[[], int]) -> int:
-    """Count GPUs in a child process; a function returns their number.
+def count_in_child(count: Callable[[], int]) -> int:
+    """Call a function that counts GPUs in a child process; return its result.
 
-    NVML and CUDA's driver, which torch asks, leave a thread in the process that asks, and one that
-    has a second thread is not forked any more.
+    torch asks NVML or CUDA's driver, which leave a thread in the process that asks, and a process
+    with a second thread is not forked (start_method).
     """
     if sys.platform != "linux" or len(threads()) > 1:
         return count()
@@ -240,32 +238,32 @@ def in_a_child(count: Callable[[], int]) -> int:
     return max(0, os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
 
 
-def reap_others(own: set[int]) -> None:
-    """Let orphans go that this process, a subreaper, has adopted, and that have ended.
+def reap_orphans(own: set[int]) -> None:
+    """Reap orphans that this process, a subreaper, has adopted and that have ended.
 
     Args:
         own: pids that multiprocessing waits for.
     """
-    with suppress(ChildProcessError):  # there is no child at all
+    with suppress(ChildProcessError):  # this process has no children
         options = os.WEXITED | os.WNOHANG
-        while (one := os.waitid(os.P_ALL, 0, options | os.WNOWAIT)) and one.si_pid not in own:
-            os.waitid(os.P_PID, one.si_pid, options)
+        while (ended := os.waitid(os.P_ALL, 0, options | os.WNOWAIT)) and ended.si_pid not in own:
+            os.waitid(os.P_PID, ended.si_pid, options)
 
 
 def kill_all(workers: Iterable[Any]) -> None:
-    """Kill processes and all their descendants, also those whose parent has ended."""
+    """Kill processes and all their descendants, including those whose parent has ended."""
     pids = {worker.pid for worker in workers}
     running = psutil.Process().children(recursive=True)
     for process in running:
         with suppress(psutil.NoSuchProcess):
             process.kill()
-    psutil.wait_procs([one for one in running if one.pid not in pids], 10)
+    psutil.wait_procs([process for process in running if process.pid not in pids], 10)
     for worker in workers:
         worker.join(10)
 
 
 def _work(function: Callable[[], object], environment: dict[str, str], parent: int) -> None:
-    """Call a function in a new process, with its variables, the terminal, and no signal handler."""
+    """Call a function in a new process: with its variables and stdin, without signal handlers."""
     for number in SIGNALS:
         if signal.getsignal(number) != signal.SIG_IGN:
             signal.signal(number, signal.SIG_DFL)
@@ -277,11 +275,12 @@ def _work(function: Callable[[], object], environment: dict[str, str], parent: i
     os.environ.update(environment)
     prctl(PR_SET_NAME, f"rank {environment.get('RANK', '0')}".encode())  # ps -o comm shows it
     if environment.get("LOCAL_RANK", "0") == "0":
-        with suppress(OSError):  # multiprocessing has put an empty one in its place: pdb needs it
+        with suppress(OSError):  # multiprocessing has replaced stdin by an empty one; pdb needs it
             sys.stdin = open(0, closefd=False)  # noqa: SIM115
     import torch
 
-    torch.set_num_threads(int(environment["OMP_NUM_THREADS"]))  # read when torch is loaded
+    # torch read the variable when it was imported, before the fork
+    torch.set_num_threads(int(environment["OMP_NUM_THREADS"]))
     try:
         function()
     except Exception as error:
