@@ -41,7 +41,7 @@ def optimizer_class(config: OptimConfig) -> Any:
 
 
 def has_two_views(optimizer: Any) -> bool:
-    """Return whether an optimizer evaluates other weights than it trains, such as schedule-free.
+    """Return whether an optimizer evaluates other weights than it trains: schedule-free ones do.
 
     Its train() and eval() switch between them.
     """
