@@ -106,7 +106,7 @@ def evaluation_mode(accelerator: Accelerator, model: nn.Module) -> Iterator[None
         model.train()
 
 
-def sanity_check(run: Run, accelerator: Accelerator, model: Any, datasets: dict[str, Any]) -> None:
+def sanity_check(run: Run, accelerator: Accelerator, model: Any, sets: dict[str, Any]) -> None:
     """Run one micro-batch of each dataset through the evaluation, before the first step.
 
     A mistake in a metric then ends the run before it has trained. The results are discarded;
@@ -115,8 +115,7 @@ def sanity_check(run: Run, accelerator: Accelerator, model: Any, datasets: dict[
     """
     with restored_state(model), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # such as that a micro-batch lacks a class
-        note_progress = run.note_progress
-        evaluate(accelerator, run.config, model, datasets, 0, note_progress, is_sanity_check=True)
+        evaluate(accelerator, run.config, model, sets, 0, run.note_progress, is_sanity_check=True)
 
 
 @contextmanager

@@ -122,10 +122,9 @@ def make_run_name(
     shown = {}
     for name, value in settings.items():
         is_typed = any(option.startswith(f"{name}.") for option in options)
-        # in a group that was typed as a whole, only what differs from the files
         is_in_group = any(f"{name}.".startswith(option) for option in options)
-        is_changed = is_in_group and from_files.get(name) != value
-        if is_typed or is_changed:
+        # of a group that was typed as a whole, only what differs from the files
+        if is_typed or (is_in_group and from_files.get(name) != value):
             short = name.rpartition(".")[2]
             shown[short if last_words.count(short) == 1 else name] = value
     stem = "+".join(file.stem for file in files) or "run"
