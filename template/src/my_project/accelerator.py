@@ -166,7 +166,7 @@ def start_accelerator(config: Config) -> Iterator[Accelerator]:
     finished = False
     try:
         check_world(accelerator)
-        sharding.shard_on_cpu(accelerator)
+        sharding.set_up_on_cpu(accelerator)
         yield accelerator
         finished = True
     finally:

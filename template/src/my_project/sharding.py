@@ -106,20 +106,21 @@ def hidden_from_constructor(*, on_cpu: bool) -> Iterator[None]:
             os.environ[USES_MESH] = value
 
 
-def shard_on_cpu(accelerator: Accelerator) -> None:
-    """Set up sharding on CPU processes, where accelerate would silently use DDP.
+def set_up_on_cpu(accelerator: Accelerator) -> None:
+    """Set up sharding on CPU processes, where accelerate would silently use DDP."""
+    is_on_cpu = accelerator.device.type == "cpu" and is_wanted()
+    if is_on_cpu and accelerator.num_processes > 1:
+        shard_on_cpu(accelerator, is_hsdp=uses_mesh())
 
-    It sets the values that accelerate's constructor sets for GPUs.
-    """
-    world_size = accelerator.num_processes
-    if accelerator.device.type != "cpu" or world_size == 1 or not is_wanted():
-        return
+
+def shard_on_cpu(accelerator: Accelerator, *, is_hsdp: bool) -> None:
+    """Set the values that accelerate's constructor sets for GPUs."""
     state: Any = accelerator.state
     # each AcceleratorState() copies PartialState's over its own
     PartialState._shared_state["distributed_type"] = DistributedType.FSDP
     state.distributed_type = DistributedType.FSDP
     state.fsdp_plugin = FullyShardedDataParallelPlugin()
-    sizes = {} if uses_mesh() else {"dp_replicate_size": 1, "dp_shard_size": world_size}
+    sizes = {} if is_hsdp else {"dp_replicate_size": 1, "dp_shard_size": accelerator.num_processes}
     state.parallelism_config = ParallelismConfig(**sizes)
     state.device_mesh = state.parallelism_config.build_device_mesh("cpu")
 
