@@ -111,7 +111,7 @@ class Wrong(Ragged):
             "no sets",
             "returned nothing; it must return the training set, and a dict",
         ),
-        ("build_datasets", "class of sets", "returned as 'the training set' the class "),
+        ("build_datasets", "class of sets", " as 'the training set'"),
         ("build_datasets", "no length", "returned a NoLength as held_out, which has no length"),
         ("build_model", "no model", "returned nothing; it must return a torch.nn.Module"),
         ("build_model", "class", "returned the class "),

@@ -1,4 +1,4 @@
-"""The Accelerator: refuse a wrong launch, start it, agree between ranks, set numerics."""
+"""Refuse a wrong launch, start and end the Accelerator, and set numerics."""
 
 import math
 import os
@@ -38,8 +38,8 @@ from .process import no_garbage_collection, world
 from .run_folder import Run
 from .settings import did_you_mean
 
-# Launchers that give a task no rank that accelerate reads, and where they say how many there are.
-TASKS_OF = {"srun": "SLURM_STEP_NUM_TASKS", "mpirun": "OMPI_COMM_WORLD_SIZE"}
+# Launchers that set no rank that accelerate reads, and the variables with their number of tasks.
+TASK_COUNTS = {"srun": "SLURM_STEP_NUM_TASKS", "mpirun": "OMPI_COMM_WORLD_SIZE"}
 UNSUPPORTED = {
     "ACCELERATE_USE_DEEPSPEED",
     "ACCELERATE_USE_MEGATRON_LM",
@@ -50,13 +50,13 @@ UNSUPPORTED -= {*sharding.VARIABLES}  # which sharding.py knows
 
 
 def check_launch(config: Config) -> None:
-    """Refuse a launch that would become silent copies of one run, or run on the wrong device.
+    """Refuse a launch that would silently train copies of one run, or use the wrong device.
 
-    Also an optimizer that is not installed, before anything is written.
+    Also refuse an optimizer that is not installed, before anything is written.
     """
     check_temporary_folder(has_workers=number_of_workers(config.batches) > 0)
     optimizer_class(config.optim)
-    for launcher, tasks in TASKS_OF.items():
+    for launcher, tasks in TASK_COUNTS.items():
         if "WORLD_SIZE" not in os.environ and int(os.environ.get(tasks, "1")) > 1:
             raise ConfigError(
                 f"{launcher} started {os.environ[tasks]} tasks, but none was given a rank, so each"
@@ -70,11 +70,11 @@ def check_launch(config: Config) -> None:
             " nothing: unset RANK, or start the processes with `accelerate launch`."
         )
     precision = os.environ.get("ACCELERATE_MIXED_PRECISION")  # set by accelerate's launcher
-    for asked in filter(parse_flag_from_env, sorted(UNSUPPORTED)):
+    for variable in filter(parse_flag_from_env, sorted(UNSUPPORTED)):
         raise ConfigError(
-            f"{asked} is set, but this loop does not support it (DeepSpeed and Megatron-LM reduce"
-            " gradients inside backward, so the gradient of ragged batches would be wrong): use"
-            " DDP or FSDP2."
+            f"{variable} is set, but this loop does not support it (DeepSpeed and Megatron-LM"
+            " reduce gradients inside backward, so the gradient of ragged batches would be wrong):"
+            " use DDP or FSDP2."
         )
     if precision == "fp8" and config.precision is None:
         raise ConfigError("mixed_precision is fp8, but must be no, bf16 or fp16.")
@@ -100,9 +100,9 @@ def check_gpus(needed: int, found: int) -> None:
 
 
 def asked_for_cpu() -> bool:
-    """Return whether the accelerate config wants the CPU.
+    """Return whether the accelerate config asks for the CPU.
 
-    With several processes it can say so only by hiding the GPUs (gpu_ids: '-1,-1').
+    With several processes it can do so only by hiding the GPUs (gpu_ids: '-1,-1').
     """
     hidden = os.environ.get("CUDA_VISIBLE_DEVICES", "0").startswith("-1")
     return hidden or parse_flag_from_env("ACCELERATE_USE_CPU")
@@ -114,9 +114,9 @@ def use_cpu() -> bool:
 
 
 def keep_on_this_machine() -> str | None:
-    """Let gloo and the store use the loopback interface where all processes run here.
+    """Let gloo and the store use the loopback interface if all processes run on this machine.
 
-    torch's own store listens on all interfaces. Not under torchrun, whose agent has opened one.
+    torch's own store listens on all interfaces. Under torchrun, its agent has opened the store.
 
     Returns:
         The init_method of the process group; None for torch's own.
@@ -127,7 +127,7 @@ def keep_on_this_machine() -> str | None:
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         return None
-    with suppress(RuntimeError):  # by an earlier run in this process
+    with suppress(RuntimeError):  # registered by an earlier run in this process
         register_rendezvous_handler("loopback", loopback_store)
     return "loopback://"
 
@@ -135,12 +135,12 @@ def keep_on_this_machine() -> str | None:
 def loopback_store(url: str, timeout: timedelta, **_: Any) -> Iterator[tuple[Store, int, int]]:
     """Yield a store that listens on the loopback interface, the rank, and the world size."""
     world_size, rank = world()
-    at = ("127.0.0.1", int(os.environ["MASTER_PORT"]))
+    address = ("127.0.0.1", int(os.environ["MASTER_PORT"]))
     try:
-        listener = None if rank else socket.create_server(at).detach()
+        listener = None if rank else socket.create_server(address).detach()
     except OSError as error:
-        raise DistNetworkError(f"{at[0]}:{at[1]} cannot be opened: {error}") from error
-    store = TCPStore(*at, world_size, rank == 0, timeout, master_listen_fd=listener)
+        raise DistNetworkError(f"{address[0]}:{address[1]} cannot be opened: {error}") from error
+    store = TCPStore(*address, world_size, rank == 0, timeout, master_listen_fd=listener)
     yield store, rank, world_size
 
 
@@ -148,10 +148,10 @@ def loopback_store(url: str, timeout: timedelta, **_: Any) -> Iterator[tuple[Sto
 def start_accelerator(config: Config) -> Iterator[Accelerator]:
     """Create the Accelerator; destroy its process group afterwards, unless NCCL could hang."""
     init_method = keep_on_this_machine()
-    AcceleratorState._reset_state(True)  # another run in this process, or a recipe, has made one
+    AcceleratorState._reset_state(True)  # one made by another run in this process, or by a recipe
     limits = config.distributed
     longest = max(limits.startup_timeout_seconds, limits.timeout_seconds)
-    timeout = timedelta(seconds=60 + longest)  # watchdog.py acts before it
+    timeout = timedelta(seconds=60 + longest)  # longer than that of watchdog.py
     with sharding.hidden_from_constructor(on_cpu=use_cpu()):
         accelerator = Accelerator(
             cpu=use_cpu(),
@@ -162,7 +162,7 @@ def start_accelerator(config: Config) -> Iterator[Accelerator]:
                 InitProcessGroupKwargs(init_method=init_method, timeout=timeout),
             ],
         )
-    set_numerics(config)  # after its constructor, which allows TF32 where it is to compile
+    set_numerics(config)  # after the constructor, which allows TF32 if it is to compile
     finished = False
     try:
         check_world(accelerator)
@@ -180,9 +180,9 @@ def start_accelerator(config: Config) -> Iterator[Accelerator]:
 def release_groups(accelerator: Accelerator) -> None:
     """Drop the references to process groups that would outlive destroy_process_group.
 
-    DDP's reducer holds its group in C++. If it were the last, it would wait for gloo's threads with
-    the GIL, which one of them may need to release a tensor: with torch 2.10 up to half of the runs
-    of some tests hung. A reference of Python waits without the GIL.
+    DDP's reducer holds its group in C++. As the last reference, it would wait for gloo's threads
+    while it holds the GIL, which one of them may need to release a tensor: with torch 2.10 up to
+    half of the runs of some tests hung. A Python reference waits without the GIL.
     """
     for model in accelerator._models:
         for name in ("logger", "reducer"):
@@ -191,15 +191,15 @@ def release_groups(accelerator: Accelerator) -> None:
 
 
 def ddp_options(config: Config) -> DistributedDataParallelKwargs:
-    """Pass DDP's options on; the communication hook by its name (bf16).
+    """Return DDP's options; the config names the communication hook (bf16).
 
     Raises:
-        ConfigError: there is no such option, or its value is wrong or does not fit the run.
+        ConfigError: an option does not exist, or its value is wrong or does not fit the run.
     """
     kinds = get_type_hints(DistributedDataParallelKwargs)
     for name, value in config.distributed.ddp.items():
         if name not in kinds:
-            hint = did_you_mean(name, kinds) or f"; there are {', '.join(kinds)}."
+            hint = did_you_mean(name, kinds) or f"; its options are {', '.join(kinds)}."
             raise ConfigError(f"distributed.ddp.{name} is not an option of DDP{hint}")
         if not fits(value, kinds[name]):
             raise wrong_value(f"distributed.ddp.{name}", value, kinds[name])
@@ -212,22 +212,21 @@ def ddp_options(config: Config) -> DistributedDataParallelKwargs:
             " micro-batches, in which DDP fails: leave it out, or set"
             " batches.micro_batch_size so that no accumulation is needed."
         )
-    # gradients in DDP's own buffers: 4 bytes per parameter and a copy less
+    # gradients as views of DDP's buckets save 4 bytes per parameter and a copy
     options = {"gradient_as_bucket_view": True, "comm_hook": "no"} | config.distributed.ddp
     if options["comm_hook"] not in ("no", "bf16"):
         raise ConfigError(
-            f"distributed.ddp.comm_hook is {options['comm_hook']!r}, but must be no or bf16: the"
-            " gradients here are of sums, which overflow in fp16, and PowerSGD has a state that no"
-            " checkpoint holds."
+            f"distributed.ddp.comm_hook is {options['comm_hook']!r}, but must be no or bf16:"
+            " gradients of sums overflow in fp16, and no checkpoint holds the state of PowerSGD."
         )
     options["comm_hook"] = DDPCommunicationHookType(options["comm_hook"])
     return DistributedDataParallelKwargs(**options)
 
 
 def initial_loss_scale(config: Config) -> GradScalerKwargs:
-    """Return the loss scale that fp16 begins with: torch's, for a loss that is a sum.
+    """Return the initial loss scale of fp16: torch's, divided by the samples that a loss sums.
 
-    A loss that counts tokens needs a smaller one still, which the scaler finds by skipping steps.
+    A sum over tokens needs an even smaller scale, which the scaler finds by skipping steps.
     """
     # a power of two: scaling changes the exponent, and rounds no digit
     samples = 2.0 ** math.ceil(math.log2(config.batches.global_batch_size))
@@ -250,7 +249,7 @@ def numerics(accelerator: Accelerator, run: Run) -> dict[str, Any]:
     config = run.config
     is_ddp = accelerator.num_processes > 1
     is_ddp = is_ddp and sharding.kind_of(accelerator) == "none"
-    # parallel.prepare, which compiles, takes the backend out of the plugin
+    # read before parallel.prepare, which compiles and then resets the plugin's backend
     plugin: Any = accelerator.state.dynamo_plugin
     return {
         "precision": accelerator.mixed_precision,
@@ -259,7 +258,7 @@ def numerics(accelerator: Accelerator, run: Run) -> dict[str, Any]:
         "sharding": sharding.kind_of(accelerator),
         "comm_hook": config.distributed.ddp.get("comm_hook", "no") if is_ddp else "no",
         "torch_compile": plugin.backend != DynamoBackend.NO,
-        # the learning rate of a step follows from the number of all steps
+        # the learning rate of a step depends on the number of all steps
         "scheduled_steps": run.total_steps if config.optim.schedule != "constant" else None,
     }
 

@@ -1,7 +1,7 @@
-"""The blocks of a model: which they are, activation checkpointing, and torch.compile.
+"""Find the blocks of a model, recompute their activations, and compile them.
 
 FSDP2 gathers one block at a time (sharding.py), and the activations of blocks are recomputed in the
-backward pass. All three change how a module is called and replace none, so that the names of the
+backward pass. All this changes how a module is called and replaces none, so that the names of the
 parameters and the keys of exports and checkpoints stay those of the plain model.
 """
 
@@ -27,27 +27,28 @@ from .recipe import Recipe, optional
 def blocks(recipe: Recipe, model: nn.Module) -> list[nn.Module]:
     """Return the blocks of a model: what the recipe's model_blocks returns, or outermost modules.
 
-    These are of the classes that transformers leaves on one device, or of those of which a
-    ModuleList or a Sequential holds several, leaves such as a Linear aside. A module that shares a
-    weight with another part of the model is none: FSDP2 could not gather it alone.
+    The outermost modules are those of the classes that transformers never splits over devices or,
+    if it names none, those of which a ModuleList or Sequential holds several, except leaves such as
+    Linear. A module that shares a weight with another part of the model is not a block, since FSDP2
+    could not gather it alone.
     """
-    if own := optional(recipe, "model_blocks"):
-        return list(own(model))
+    if model_blocks := optional(recipe, "model_blocks"):
+        return list(model_blocks(model))
     lists = [getattr(module, "_no_split_modules", None) or () for module in model.modules()]
     names = set().union(*lists) or _repeated(model)
     holders = Counter(_parameters(model))
-    found: list[nn.Module] = []
+    outermost: list[nn.Module] = []
     inside: set[nn.Module] = set()
     for module in model.modules():  # outer ones first
         if type(module).__name__ in names and module not in inside:
             is_shared = any(n < holders[p] for p, n in Counter(_parameters(module)).items())
-            found += [] if is_shared else [module]
+            outermost += [] if is_shared else [module]
             inside |= {*(() if is_shared else module.modules())}
-    return found
+    return outermost
 
 
 def _repeated(model: nn.Module) -> set[str]:
-    """Return the names of the classes, of modules with parts, that a list holds several of."""
+    """Return the names of the classes of which a list holds several modules that have parts."""
     lists = (nn.ModuleList, nn.Sequential)
     return {
         kind.__name__
@@ -65,28 +66,28 @@ def _parameters(model: nn.Module) -> Iterator[nn.Parameter]:
 
 # ---- activation checkpointing --------------------------------------------------------------------
 def recompute_activations(block: nn.Module) -> None:
-    """Keep a block's inputs only; its forward pass is computed again in the backward pass.
+    """Keep only a block's inputs, and compute its forward again in the backward pass.
 
-    The random state is restored for that, so dropout draws the same masks.
+    The random state is restored before, so dropout draws the same masks.
     """
-    # a bound method: a deep copy of the block gets one of its own
+    # a bound method, so that a deep copy of the block calls its own
     block.forward = MethodType(_recomputed_forward, block)
 
 
 def checkpoint_activations_of_blocks(
     config: Config, model: nn.Module, accelerator: Accelerator
 ) -> None:
-    """Recompute the activations of the blocks, if the config or accelerate's of FSDP says so."""
+    """Recompute the activations of blocks, if the config or accelerate's FSDP plugin says so."""
     plugin = getattr(accelerator.state, "fsdp_plugin", None)
     by_plugin = getattr(plugin, "activation_checkpointing", False)
     if not (config.distributed.activation_checkpointing or by_plugin):
         return
-    if not (found := blocks(config.recipe, model)):
+    if not (block_list := blocks(config.recipe, model)):
         raise ConfigError(
             f"distributed.activation_checkpointing: {type(model).__name__} has no blocks; return"
             " them from the recipe's model_blocks."
         )
-    for block in found:
+    for block in block_list:
         recompute_activations(block)
 
 
@@ -94,14 +95,14 @@ def _recomputed_forward(block: nn.Module, *arguments: Any, **named: Any) -> Any:
     forward = partial(type(block).forward, block)
     if not torch.is_grad_enabled():
         return forward(*arguments, **named)
-    if not torch.compiler.is_compiling():  # compiled code updates the statistics once
+    if not torch.compiler.is_compiling():  # compiled code updates the statistics only once
         named["context_fn"] = lambda: (nullcontext(), _kept_statistics(block))
     return checkpoint(forward, *arguments, use_reentrant=False, **named)
 
 
 @contextmanager
 def _kept_statistics(block: nn.Module) -> Iterator[None]:
-    """Undo a second update of BatchNorm's running statistics."""
+    """Undo the second update of BatchNorm's running statistics, after the block."""
     norms = [module for module in block.modules() if isinstance(module, _BatchNorm)]
     kept = [(buffer, buffer.clone()) for norm in norms for buffer in norm.buffers(recurse=False)]
     try:
@@ -115,29 +116,29 @@ def _kept_statistics(block: nn.Module) -> Iterator[None]:
 def blocks_are_recomputed(model: nn.Module) -> bool:
     """Return whether the activations of any block are recomputed."""
     forwards = (vars(module).get("forward") for module in model.modules())
-    return any(getattr(found, "__func__", None) is _recomputed_forward for found in forwards)
+    return any(getattr(forward, "__func__", None) is _recomputed_forward for forward in forwards)
 
 
 # ---- torch.compile -------------------------------------------------------------------------------
 def compile_blocks_in_place(accelerator: Accelerator, wrapper: Any, config: Config) -> None:
-    """Compile as the keys of accelerate's dynamo_config say.
+    """Compile as accelerate's dynamo_config says, in place of accelerate.
 
-    In place of accelerate, which would put each block into another module, compile DDP's own code
-    with the model, and pass on dynamic=False: `accelerate launch` cannot say that the key is not
-    set, and a batch of another length would then compile everything again.
+    accelerate would put each block into another module, compile DDP's own code with the model, and
+    pass on dynamic=False, since `accelerate launch` cannot leave the key unset: a batch of another
+    length would then compile everything again.
 
     Args:
         accelerator: this process's Accelerator, which compiles nothing afterwards.
-        wrapper: contract.RecipeModule: compiled as a whole, the recipe's loss included.
-        config: of the run. The blocks of its recipe, if there are any, are compiled in place of the
-            whole with dynamo_use_regional_compilation and under FSDP, which gathers the weights of
-            a block between the compiled parts.
+        wrapper: a contract.RecipeModule, compiled as a whole, with the recipe's loss.
+        config: the run's config. With dynamo_use_regional_compilation, and under FSDP, which
+            gathers the weights of a block between the compiled parts, the blocks of the model, if
+            there are any, are compiled in place of the whole.
     """
     plugin = getattr(accelerator.state, "dynamo_plugin", None)
     if plugin is None or plugin.backend == DynamoBackend.NO:
         return
     options = plugin.to_kwargs()
-    options["dynamic"] = options.get("dynamic") or None  # None: what changes becomes dynamic
+    options["dynamic"] = options.get("dynamic") or None  # None: sizes that change become dynamic
     plugin.backend = DynamoBackend.NO
     is_sharded = getattr(accelerator.state, "fsdp_plugin", None) is not None
     parts = blocks(config.recipe, wrapper.model)

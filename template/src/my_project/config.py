@@ -25,7 +25,7 @@ from .safety.redaction import secrets_problem
 
 
 def may_change(default: Any, **limits: Any) -> Any:
-    """Declare a field that may change between two starts; the limits of limited, and such_as."""
+    """Declare a field that may change between two starts: limits as for limited, and such_as."""
     return field(default=default, metadata={"changes_curve": False} | limits)
 
 
@@ -41,10 +41,10 @@ class BatchesConfig:
     global_batch_size: int = limited(least=1)
     """Samples per optimizer step, over all ranks."""
     micro_batch_size: int = may_change(0, least=0)
-    """The most samples of a forward pass; 0: each rank takes its part of the global batch at once.
-    The global batch is cut into as few equal micro-batches as this allows, which the ranks take in
-    turn, so that dropout and BatchNorm are the same for any number of processes up to that of the
-    micro-batches. The launcher halves it where it does not fit in memory (memory.py)."""
+    """Maximum number of samples per forward pass; 0: each rank takes its part of the global batch
+    in one pass. The global batch is cut into as few equal micro-batches as this allows, and the
+    ranks take them in turn, so dropout and BatchNorm are the same for any number of processes up to
+    that of the micro-batches. The launcher halves it if it does not fit in memory (memory.py)."""
     workers: int | None = may_change(None, least=0)
     """Loader processes per rank; null: one less than the CPUs of this rank, at most 8."""
     seed_samples: Literal["auto"] | bool = "auto"
@@ -52,11 +52,11 @@ class BatchesConfig:
     does not depend on the process that loads the sample. auto: torch's always (2.5 us per sample),
     Python's and NumPy's (10 us) once a sample draws from them; the micro-batch in which that is
     noticed is read again. true: always all three, and no sample is read twice: for a dataset that
-    keeps what it has drawn. false: never, for a dataset without randomness. Of a stream auto is
-    true."""
+    keeps what it has drawn. false: never, for a dataset without randomness. For a stream, auto
+    means true."""
     loader: dict[str, Any] = field(default_factory=dict, metadata={"changes_curve": False})
-    """More options of torch.utils.data.DataLoader, by its own names, but for those that would
-    change what a batch holds."""
+    """More arguments of torch.utils.data.DataLoader by name, except those that would change what a
+    batch holds."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,14 +64,14 @@ class OptimConfig:
     """The optimizer, its learning rate schedule, gradient clipping and EMA."""
 
     class_path: str = "torch.optim.AdamW"
-    """Any subclass of torch.optim.Optimizer. Of one with train() and eval() (schedule-free), the
+    """Any subclass of torch.optim.Optimizer. For one with train() and eval() (schedule-free), the
     weights of eval() are evaluated and exported, and checkpoints hold those of train()."""
     init_args: dict[str, Any] = field(default_factory=dict)
     """Arguments of the optimizer besides the parameters, lr and weight_decay."""
     lr: float = limited(1e-3, least=0)
     """The highest learning rate of the schedule."""
     weight_decay: float = limited(0.0, least=0)
-    """Of matrices and kernels; biases and normalization weights are not decayed."""
+    """For matrices and kernels; biases and normalization weights are not decayed."""
     schedule: Literal["constant", "linear", "cosine", "wsd", "plateau"] = "cosine"
     """After the warmup (optim.learning_rate). wsd: constant, then a linear decay over the last
     decay_steps. plateau: multiplied by plateau_factor after each plateau_patience evaluations in a
@@ -103,7 +103,7 @@ class EvaluationConfig:
     """Steps between evaluations; null: only at the end."""
     batch_size: int = may_change(0, least=0)
     """Samples per forward pass and rank; 0: micro_batch_size or, where that is 0, the global batch
-    size, at most 64. It does not follow from the number of processes."""
+    size, at most 64. It does not depend on the number of processes."""
     sanity_check: bool = may_change(True)
     """Before the first step of a new run, evaluate one micro-batch of each validation set and
     discard the results, so that an error in the metrics ends the run before it trains."""
@@ -128,8 +128,8 @@ class CheckpointsConfig:
     every_steps: int | None = may_change(None, least=1)
     """Steps between checkpoints; null: none by steps, so that every_minutes decides."""
     every_minutes: float | Literal["auto"] | None = may_change("auto", least=0)
-    """Minutes without a save after which one is made by time; auto: 10 where every_steps is null,
-    else none; null or 0: none. It waits while steps are skipped."""
+    """Save by time after this many minutes without a save, but not while steps are skipped; auto:
+    10 where every_steps is null, otherwise never; null or 0: never."""
     keep: int = may_change(2, least=1)
     """Number of newest checkpoints to keep. With evaluation.best_metric the one of the best step is
     kept too, if one was saved at that step."""
@@ -157,13 +157,13 @@ class DistributedConfig:
     """Settings of the process group, DDP and memory that accelerate's YAML files lack."""
 
     startup_timeout_seconds: int = may_change(1800, least=1)
-    """Time without progress after which a rank is stalled in startup, in a micro-batch of an
-    evaluation, in a save, or in the step after one of these; timeout_seconds if that is longer."""
+    """Time without progress after which a rank counts as stalled during startup, a micro-batch of
+    an evaluation, a save, or the step after one of these; timeout_seconds if that is longer."""
     timeout_seconds: int = may_change(600, least=1)
-    """Time without progress after which a rank is stalled in a step. Every rank then writes its
-    stack trace into errors/ and ends."""
+    """Time without progress after which a rank counts as stalled in a step. Every rank then
+    writes its stack trace into errors/ and ends."""
     ddp: dict[str, Any] = field(default_factory=dict, metadata={"changes_curve": False})
-    """Options of accelerate's DistributedDataParallelKwargs, by their own names."""
+    """Arguments of accelerate's DistributedDataParallelKwargs, by name."""
     sync_batchnorm: bool = False
     """Compute BatchNorm statistics over the micro-batches of all ranks together, so that the curve
     depends on the number of processes. GPUs only. Without it, each micro-batch has its own, and the
@@ -212,8 +212,8 @@ class ProfileConfig:
         """Return the first and the last step; None where no step is profiled."""
         if self.steps is None:
             return None
-        found = re.fullmatch(r"(\d+):(\d+)", self.steps)
-        first, last = map(int, found.groups()) if found else (0, 0)
+        numbers = re.fullmatch(r"(\d+):(\d+)", self.steps)
+        first, last = map(int, numbers.groups()) if numbers else (0, 0)
         if not 1 <= first <= last:
             raise ConfigError(
                 f"profile.steps is {self.steps!r}, but must be the first and the last step, such as"
@@ -224,10 +224,10 @@ class ProfileConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class ChecksConfig:
-    """What follows when something is found that would train on, wrong, without a word.
+    """What to do about mistakes with which a run would silently train on.
 
-    off: it is not looked for (in YAML, off is false); warn: a line, and a record; end: the run ends
-    with exit code 2.
+    off: do not check (YAML reads off as false); warn: log a line and write a record; end: end the
+    run with exit code 2.
     """
 
     recipe: str | bool = may_change("warn")
@@ -239,7 +239,7 @@ class ChecksConfig:
     """A run that continues with other code (checks/agreement.py)."""
     ranks: str | bool = may_change("end")
     """Data, code or a model that differ between the ranks when the run starts
-    (checks/agreement.py), and weights that part while it trains (checks/ranks.py)."""
+    (checks/agreement.py), and weights that diverge while it trains (checks/ranks.py)."""
 
     def __post_init__(self) -> None:
         """Refuse a level that does not exist."""
@@ -260,8 +260,8 @@ class Config:
     epochs: float | None = may_change(None, least=1e-9)
     """Passes over the training set; may be fractional."""
     overfit_batches: int | None = limited(None, least=1)
-    """Train only on the first so many global batches, again and again, and evaluate on the same
-    samples, to see whether the model can learn at all; null: train on all."""
+    """Train repeatedly on the first global batches only, this many, and evaluate on their samples,
+    to see whether the model can learn at all; null: train on all."""
     optim: OptimConfig = field(default_factory=OptimConfig)
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
     checkpoints: CheckpointsConfig = field(default_factory=CheckpointsConfig)
@@ -312,14 +312,14 @@ class Config:
                     f"{name} is {path}: give the path of a folder."
                     " checkpoints.mirror takes such a URL, to which a run is copied."
                 )
-        for name in ("lr", "weight_decay"):  # set for each group of parameters, by these settings
+        for name in ("lr", "weight_decay"):  # the loop sets these for each group of parameters
             if name in self.optim.init_args:
                 raise ConfigError(f"optim.init_args holds {name}: set optim.{name} instead.")
         if self.optim.schedule == "wsd" and not self.optim.decay_steps:
             raise ConfigError("optim.decay_steps is 0, but must be at least 1 for wsd.")
         evaluation = self.evaluation
-        is_judged = evaluation.best_metric and evaluation.every_steps
-        if self.optim.schedule == "plateau" and not is_judged:
+        finds_plateaus = evaluation.best_metric and evaluation.every_steps
+        if self.optim.schedule == "plateau" and not finds_plateaus:
             raise ConfigError(
                 "optim.schedule is plateau, but needs evaluation.best_metric and"
                 " evaluation.every_steps."
@@ -351,7 +351,7 @@ def check_limits(settings: Any, prefix: str = "") -> None:
 
 
 # ---- what a setting takes ------------------------------------------------------------------------
-KINDS: dict[Any, str] = {  # and how messages name them
+KINDS: dict[Any, str] = {  # the types of settings, and what messages call them
     bool: "true or false",
     int: "a whole number",
     float: "a number",
@@ -363,7 +363,7 @@ KINDS: dict[Any, str] = {  # and how messages name them
 
 
 def each_setting(kind: Any = None, prefix: str = "") -> Iterator[tuple[str, Any, Any]]:
-    """Yield the dotted name, the type and the metadata of each setting; of a group before its own.
+    """Yield dotted name, type and metadata of each setting, a group before its settings.
 
     Args:
         kind: a dataclass; by default Config.
@@ -384,7 +384,7 @@ def fits(value: Any, kind: Any) -> bool:
     if origin is Literal:
         return any(value is part or (isinstance(value, str) and value == part) for part in parts)
     if origin is list:
-        return isinstance(value, list) and all(fits(one, part) for one in value for part in parts)
+        return isinstance(value, list) and all(fits(item, part) for item in value for part in parts)
     if origin in (int, float):
         allowed = (int,) if origin is int else (int, float)
         return isinstance(value, allowed) and not isinstance(value, bool)
@@ -392,7 +392,7 @@ def fits(value: Any, kind: Any) -> bool:
 
 
 def takes(kind: Any, such_as: str = "") -> list[str]:
-    """Return in words what a type takes."""
+    """Describe in words the values that a type takes."""
     origin, parts = get_origin(kind) or kind, get_args(kind)
     if origin in (Union, UnionType):
         return [word for part in parts for word in takes(part, such_as)]
@@ -408,16 +408,16 @@ def wrong_value(name: str, value: Any, kind: Any, metadata: Any = None) -> Confi
 
     Args:
         name: of the setting.
-        value: not of the type, or not within the limits.
+        value: of another type, or outside the limits.
         kind: the type.
         metadata: of the field; it holds the limits.
     """
-    known = metadata or {}
-    least, most = known.get("least"), known.get("most")
+    limits = metadata or {}
+    least, most = limits.get("least"), limits.get("most")
     floor = "more than 0" if least and least < 1e-6 else f"at least {least}"
     wanted = f"between {least} and {most}" if most is not None else floor
     if not fits(value, kind):
-        *words, last = takes(kind, known.get("such_as", ""))
+        *words, last = takes(kind, limits.get("such_as", ""))
         wanted = f"{', '.join(words)} or {last}" if words else last
     shown = value if isinstance(value, str) else json.dumps(value, default=str)
     shown += " (in YAML, a no without quotes)" * (value is False)
@@ -426,12 +426,12 @@ def wrong_value(name: str, value: Any, kind: Any, metadata: Any = None) -> Confi
 
 def seconds_of(duration: str) -> int:
     """Convert a duration such as 3h55m or 90s to seconds."""
-    found = re.fullmatch(r"(?:(\d+)d)?(?:(\d+)h)?(?:(\d+)m)?(?:(\d+)s)?", duration)
-    if not found or not duration:
+    parts = re.fullmatch(r"(?:(\d+)d)?(?:(\d+)h)?(?:(\d+)m)?(?:(\d+)s)?", duration)
+    if not parts or not duration:
         raise ConfigError(
             f"stop_after is {duration!r}; give days, hours, minutes and seconds such as 3h55m."
         )
-    days, hours, minutes, seconds = (int(part or 0) for part in found.groups())
+    days, hours, minutes, seconds = (int(part or 0) for part in parts.groups())
     return ((days * 24 + hours) * 60 + minutes) * 60 + seconds
 
 
@@ -488,7 +488,7 @@ def fixed_settings(config: Config) -> dict[str, Any]:
 def used_fixed_settings(config: Config) -> list[str]:
     """Return the names of the fixed settings whose values are not the defaults.
 
-    Those of a group without a default, the recipe and batches, are all among them.
+    All settings of the groups without a default, recipe and batches, are among them.
     """
     defaults = saved_fixed_settings({}, config)
     return [name for name, value in fixed_settings(config).items() if value != defaults.get(name)]
@@ -499,7 +499,7 @@ def saved_fixed_settings(saved: Any, config: Any, prefix: str = "") -> dict[str,
 
     Args:
         saved: the content of the file.
-        config: whose fields to look for; their defaults replace settings that the file lacks.
+        config: its fields are looked up in the file; their defaults replace missing ones.
         prefix: prepended to the dotted names.
     """
     known = {f.name for f in dataclasses.fields(config)}
@@ -509,13 +509,13 @@ def saved_fixed_settings(saved: Any, config: Any, prefix: str = "") -> dict[str,
             continue
         value = getattr(config, f.name)
         default = f.default if f.default_factory is dataclasses.MISSING else f.default_factory()
-        there = saved.get(f.name, _plain(default))
-        if f.name == "recipe" and isinstance(config, Config) and isinstance(there, dict):
-            kind, class_path = type(value).__qualname__, str(there.get("class_path"))
+        saved_value = saved.get(f.name, _plain(default))
+        if f.name == "recipe" and isinstance(config, Config) and isinstance(saved_value, dict):
+            kind, class_path = type(value).__qualname__, str(saved_value.get("class_path"))
             settings["recipe"] = kind if class_path.endswith(f".{kind}") else class_path
-            there = there.get("init_args") or {}
-        if dataclasses.is_dataclass(value) and isinstance(there, dict):
-            settings |= saved_fixed_settings(there, value, f"{prefix}{f.name}.")
+            saved_value = saved_value.get("init_args") or {}
+        if dataclasses.is_dataclass(value) and isinstance(saved_value, dict):
+            settings |= saved_fixed_settings(saved_value, value, f"{prefix}{f.name}.")
         else:
-            settings[prefix + f.name] = None if there is dataclasses.MISSING else there
+            settings[prefix + f.name] = None if saved_value is dataclasses.MISSING else saved_value
     return settings

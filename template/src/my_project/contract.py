@@ -27,7 +27,7 @@ from .recipe import Recipe, optional, problems, source_location
 from .words import shortened
 
 logger = logging.getLogger(__name__)
-KNOWN_NAMES: dict[str, set[str]] = {  # words of metrics, by their best_mode
+KNOWN_NAMES: dict[str, set[str]] = {  # words in the names of metrics, by best_mode
     "max": {"accuracy", "acc", "precision", "recall", "f1", "iou", "dice", "auroc", "auc", "bleu"},
     "min": {"loss", "error", "perplexity", "nll", "mse", "rmse", "mae", "wer", "cer", "bits"},
 }
@@ -37,13 +37,13 @@ TRAIN_TAGS = {"loss", "learning_rate", "gradient_norm", "epoch", "skipped_steps"
 def check_recipe(config: Config) -> None:
     """Check the recipe's methods, and that config.yaml can hold its settings."""
     kind = type(config.recipe)
-    if found := problems(kind):
-        raise ConfigError(f"recipe {kind.__name__}: {'; '.join(found)} (see recipe.py).")
+    if messages := problems(kind):
+        raise ConfigError(f"recipe {kind.__name__}: {'; '.join(messages)} (see recipe.py).")
     to_yaml(config)
 
 
 def described(value: Any) -> str:
-    """Return what a method has returned, in words."""
+    """Describe in words what a method has returned."""
     if isinstance(value, type):
         return f"the class {value.__name__}, not an object of it"
     if isinstance(value, (tuple, list)):
@@ -58,12 +58,12 @@ def build_datasets(
     """Call the recipe's build_datasets.
 
     The random state is the same on every rank, in every start and for every seed of the config, so
-    a split that is drawn stays the same.
+    a random split stays the same.
 
     Args:
         recipe: reads the data.
-        data_info: of prepare_data.
-        config: of a run, for its overfit_batches; None: return all samples.
+        data_info: from prepare_data.
+        config: the run's, for its overfit_batches; None: return all samples.
 
     Returns:
         The training set, and the validation sets by name.
@@ -76,7 +76,7 @@ def build_datasets(
     is_pair = isinstance(returned, (tuple, list)) and len(returned) == 2
     if not is_pair or not isinstance(returned[1], Mapping):
         problem = f"returned {described(returned)}; it must return the training set, and a dict"
-        _refuse(
+        refuse(
             recipe, "build_datasets", f"{problem} of validation sets by name, which may be empty."
         )
     train, validation_sets = returned[0], dict(returned[1])
@@ -85,19 +85,19 @@ def build_datasets(
         sets = {"the training set": train} | validation_sets
     for name, data in sets.items():
         if isinstance(data, type) or not isinstance(name, str):
-            _refuse(recipe, "build_datasets", f"returned as {name!r} {described(data)}.")
-        # torch's IterableDataset has an index, but does not support it
+            refuse(recipe, "build_datasets", f"returned {described(data)} as {name!r}.")
+        # torch's IterableDataset has a __getitem__, but it only raises
         if isinstance(data, IterableDataset) or not hasattr(data, "__getitem__"):
             problem = f"returned {type(data).__name__} as {name}, which has no index: data[i]"
-            _refuse(recipe, "build_datasets", f"{problem} (or has lanes, see recipe.py).")
+            refuse(recipe, "build_datasets", f"{problem} (or has lanes, see recipe.py).")
         if not hasattr(data, "__len__"):
             problem = f"returned {described(data)} as {name}, which has no length"
-            _refuse(recipe, "build_datasets", f"{problem}: give it a method __len__.")
+            refuse(recipe, "build_datasets", f"{problem}: give it a method __len__.")
         if data is not train and not len(data):
-            _refuse(recipe, "build_datasets", f"returned an empty validation set {name}.")
+            refuse(recipe, "build_datasets", f"returned an empty validation set {name}.")
     if config is None or config.overfit_batches is None:
         return train, validation_sets
-    # those of the same steps of a run on all samples; all samples where there are fewer
+    # the samples of the first steps of a run on all samples, as far as there are enough
     count = min(config.overfit_batches * config.batches.global_batch_size, len(train))
     chosen = Subset(train, permutation(len(train), config.seed, 0)(np.arange(count)).tolist())
     return chosen, dict.fromkeys(validation_sets, chosen)
@@ -108,8 +108,8 @@ def build_model(config: Config, data_info: dict[str, Any]) -> nn.Module:
     """Call the recipe's build_model; what it draws follows from the config's seed.
 
     Raises:
-        ConfigError: it returned no model, or a buffer is sparse or is not finite, as a mask of
-            -inf, which no checkpoint may hold.
+        ConfigError: it returned no model, or a model with a sparse buffer, or with a buffer that
+            checkpoints would hold and that is not finite, such as a mask of -inf.
     """
     seed_model(config.seed)
     model = config.recipe.build_model(data_info)
@@ -118,18 +118,18 @@ def build_model(config: Config, data_info: dict[str, Any]) -> nn.Module:
     for name, buffer in model.named_buffers():
         if buffer.layout != torch.strided and (name in saved or world()[0] > 1):
             problem = f"has the sparse buffer {name}, which neither a checkpoint nor DDP can hold"
-            remedy = "register its indices and values, and make it of them where it is used"
-            _refuse(config.recipe, "build_model", f"{problem}: {remedy}.")
+            remedy = "register its indices and values, and build it from them where it is used"
+            refuse(config.recipe, "build_model", f"{problem}: {remedy}.")
         if name in saved and not buffer.is_meta and not torch.isfinite(buffer).all():
             problem = f"has the buffer {name}, whose values are not finite and would be saved"
-            _refuse(config.recipe, "build_model", f"{problem}: register it with persistent=False.")
+            refuse(config.recipe, "build_model", f"{problem}: register it with persistent=False.")
     return model
 
 
 def check_model(recipe: Recipe, method: str, model: Any) -> None:
-    """Refuse what is not a model, from build_model or load."""
+    """Check that build_model or load has returned a model."""
     if not isinstance(model, nn.Module):
-        _refuse(recipe, method, f"returned {described(model)}; it must return a torch.nn.Module.")
+        refuse(recipe, method, f"returned {described(model)}; it must return a torch.nn.Module.")
 
 
 def seed_model(seed: int) -> None:
@@ -139,21 +139,21 @@ def seed_model(seed: int) -> None:
 
 
 def check_loss(recipe: Recipe, returned: Any) -> tuple[str, ...]:
-    """Check what the first loss has returned, before its backward pass; name its scalars."""
+    """Check the values of the first loss, before its backward pass; return the scalars' names."""
     names: tuple[str, ...] = ()
     try:
-        loss_sum, num_items, *more = returned
-        is_right = loss_sum.ndim == 0 and loss_sum.is_floating_point()
-        is_right &= math.isfinite(num_items) and float(num_items) >= 0
-        for scalars in more:
+        loss_sum, num_items, *rest = returned
+        is_valid = loss_sum.ndim == 0 and loss_sum.is_floating_point()
+        is_valid &= math.isfinite(num_items) and float(num_items) >= 0
+        for scalars in rest:
             names = tuple(sorted(scalars))
-            is_right &= len(more) == 1 and not TRAIN_TAGS & scalars.keys()
+            is_valid &= len(rest) == 1 and not TRAIN_TAGS & scalars.keys()
             _ = [torch.as_tensor(value).detach().item() for value in scalars.values()]
     except (AttributeError, RuntimeError, TypeError, ValueError):
-        is_right = False
-    if not is_right:
+        is_valid = False
+    if not is_valid:
         shown = shortened(" ".join(repr(returned).split()), 200)
-        _refuse(
+        refuse(
             recipe,
             "loss",
             f"returned {shown}; it must return (loss_sum, num_items): the sum of the per-item"
@@ -162,15 +162,34 @@ def check_loss(recipe: Recipe, returned: Any) -> tuple[str, ...]:
             f" record, under other names than {', '.join(sorted(TRAIN_TAGS))}.",
         )
     if (dtype := returned[0].dtype) in (torch.bfloat16, torch.float16):
-        problem = f"returned a loss of {dtype}, which has three digits"
-        _refuse(recipe, "loss", f"{problem}: sum in float32, such as losses.float().sum().")
+        problem = f"returned a loss of {dtype}, which has only three digits"
+        refuse(recipe, "loss", f"{problem}: sum in float32, such as losses.float().sum().")
     return names
 
 
-def without_weight(returned: Any) -> tuple[Any, ...]:
-    """Return what loss has returned, with zeros: a backward pass that adds nothing."""
-    loss_sum, _, *more = returned
-    return loss_sum.nan_to_num(0, 0, 0) * 0, 0, *(dict.fromkeys(scalars, 0) for scalars in more)
+def with_zero_weight(returned: Any) -> tuple[Any, ...]:
+    """Multiply what loss has returned by zero, so that its backward pass adds nothing."""
+    loss_sum, _, *rest = returned
+    return loss_sum.nan_to_num(0, 0, 0) * 0, 0, *(dict.fromkeys(scalars, 0) for scalars in rest)
+
+
+class RecipeModule(nn.Module):
+    """Let a recipe call any method of its model inside the one forward that the wrappers see.
+
+    DDP, FSDP, autocast and torch.compile act on `forward` only.
+    """
+
+    def __init__(
+        self, model: nn.Module, autocast: tuple[str, torch.dtype | None] | None = None
+    ) -> None:
+        super().__init__()
+        self.model = model
+        self.autocast = autocast  # device type and dtype; None: accelerate does it
+
+    def forward(self, function: Callable, *arguments: Any) -> Any:
+        """Call function(model, *arguments)."""
+        with torch.autocast(*self.autocast) if self.autocast else nullcontext():
+            return function(self.model, *arguments)
 
 
 # ---- metrics -------------------------------------------------------------------------------------
@@ -196,18 +215,18 @@ def build_metrics(recipe: Recipe) -> dict[str, Any]:
             if isinstance(part, WrapperMetric) and part._defaults:  # Running: of its last updates
                 problem = f"a {kind}, whose value depends on the micro-batches of each process"
             elif not part._defaults and len(metric_parts(part)) == 1:
-                problem = f"a {kind} without a state (add_state), which ranks could merge"
+                problem = f"a {kind} without a state (add_state) that ranks could merge"
             if isinstance(part, BaseAggregator) and part.nan_strategy in ("warn", "disable"):
                 part._cast_and_nan_check_input = partial(_keep_nan, part)  # type: ignore
         if problem:
-            _refuse(recipe, "build_metrics", f"returned as metric {name} {problem}.")
+            refuse(recipe, "build_metrics", f"returned the metric {name}: {problem}.")
     return metrics
 
 
 def metric_parts(metric: nn.Module) -> list[Any]:
-    """Return a metric and those inside it; of several with one state, as in ClasswiseWrapper, one.
+    """Return a metric and those inside it, one for each state.
 
-    The last of these, which counts its updates.
+    Of several that share a state, as in ClasswiseWrapper, the last, which counts the updates.
     """
     from torchmetrics import Metric
 
@@ -216,16 +235,16 @@ def metric_parts(metric: nn.Module) -> list[Any]:
 
 
 def _keep_nan(metric: Any, value: Any, weight: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Return values and weights as they are, in place of a method of torchmetrics.
+    """Return values and weights unchanged, in place of a method of torchmetrics.
 
-    Its nan_strategy "disable" replaces the weights by ones (1.7 to 1.9).
+    With nan_strategy "disable", torchmetrics 1.7 to 1.9 replaces the weights by ones.
     """
     value = torch.as_tensor(value, dtype=metric.dtype, device=metric.device)
     return value, torch.ones_like(value) if weight is None else weight.to(metric.dtype)
 
 
 def best_mode(metric: Any, result: str, name: str) -> str:
-    """Return whether a higher or a lower result is better, by torchmetrics and by its name.
+    """Return "max" if a higher result is better, else "min", by torchmetrics and by its name.
 
     Args:
         metric: whose result it is.
@@ -233,18 +252,18 @@ def best_mode(metric: Any, result: str, name: str) -> str:
         name: of the metric.
 
     Raises:
-        ConfigError: neither tells, or they contradict each other.
+        ConfigError: neither says which, or they contradict each other.
     """
     from torchmetrics.wrappers.abstract import WrapperMetric
 
     by_key = dict(metric.items()) if hasattr(metric, "items") else {}
     metric = by_key.get(result.removeprefix(f"{name}/"), metric)
     parts = [part for part in metric_parts(metric) if not isinstance(part, WrapperMetric)]
-    told = {part.higher_is_better for part in parts}
+    declared = {part.higher_is_better for part in parts}
     words = {*re.findall("[a-z]+[0-9]?", result.lower())}
     modes = {mode for mode, known in KNOWN_NAMES.items() if words & known}
-    if told in ({True}, {False}):
-        modes.add("max" if told == {True} else "min")
+    if declared in ({True}, {False}):
+        modes.add("max" if declared == {True} else "min")
     if len(modes) != 1:
         raise ConfigError(
             f"evaluation.best_mode is null, and neither torchmetrics nor the name tells whether a"
@@ -262,31 +281,24 @@ def scalars(recipe: Recipe, name: str, value: Any) -> dict[str, float]:
         problem = (
             f"returned a metric {name} whose result is not a number or dict of numbers: {error}."
         )
-        _refuse(recipe, "build_metrics", problem)
-
-
-# ---- error messages ------------------------------------------------------------------------------
-def _refuse(recipe: Recipe, method: str, problem: str) -> NoReturn:
-    """Raise a ConfigError that names a method of a recipe, its file and its line."""
-    place = source_location(getattr(recipe, method))
-    raise ConfigError(f"{type(recipe).__name__}.{method} ({place}) {problem}")
+        refuse(recipe, "build_metrics", problem)
 
 
 def check_best_metric(config: Config, validation_sets: dict[str, Any]) -> Config:
     """Check the recipe's metrics, and that an evaluation will compute best_metric.
 
     Returns:
-        The config, with the best_mode that follows from the metric where it has none.
+        The config; if best_mode is null, with the one that follows from the metric.
     """
     evaluation, wanted = config.evaluation, config.evaluation.best_metric
     metrics = build_metrics(config.recipe) if validation_sets else {}
     named = {(data, metric): f"{data}/{metric}" for data in validation_sets for metric in metrics}
-    found = [pair for pair, name in named.items() if f"{wanted}/".startswith(f"{name}/")]
-    if wanted and not found:
+    matches = [pair for pair, name in named.items() if f"{wanted}/".startswith(f"{name}/")]
+    if wanted and not matches:
         raise no_such_metric(wanted, named.values())
     if not wanted or evaluation.best_mode:
         return config
-    data, metric = max(found, key=lambda pair: len(named[pair]))
+    data, metric = max(matches, key=lambda pair: len(named[pair]))
     mode = best_mode(metrics[metric], wanted.removeprefix(f"{data}/"), metric)
     return dataclasses.replace(config, evaluation=dataclasses.replace(evaluation, best_mode=mode))
 
@@ -299,20 +311,8 @@ def no_such_metric(wanted: str, names: Iterable[str]) -> ConfigError:
     )
 
 
-class RecipeModule(nn.Module):
-    """Let a recipe call any method of its model inside the one forward that the wrappers see.
-
-    DDP, FSDP, autocast and torch.compile act on `forward` only.
-    """
-
-    def __init__(
-        self, model: nn.Module, autocast: tuple[str, torch.dtype | None] | None = None
-    ) -> None:
-        super().__init__()
-        self.model = model
-        self.autocast = autocast  # the kind of device and the type; None: accelerate does it
-
-    def forward(self, function: Callable, *arguments: Any) -> Any:
-        """Call function(model, *arguments)."""
-        with torch.autocast(*self.autocast) if self.autocast else nullcontext():
-            return function(self.model, *arguments)
+# ---- error messages ------------------------------------------------------------------------------
+def refuse(recipe: Recipe, method: str, problem: str) -> NoReturn:
+    """Raise a ConfigError that names a method of a recipe, its file and its line."""
+    place = source_location(getattr(recipe, method))
+    raise ConfigError(f"{type(recipe).__name__}.{method} ({place}) {problem}")

@@ -30,7 +30,7 @@ def build_ema(config: Config, model: nn.Module, optimizer: Any) -> "EMA | None":
 
 
 class EMA:
-    """An exponential moving average of the weights, in their own order and precision."""
+    """An exponential moving average of the weights, in their order and precision."""
 
     def __init__(self, model: nn.Module, decay: float) -> None:
         self.decay = decay
@@ -50,7 +50,7 @@ class EMA:
     def reader(
         self, folder: Path, read_weight: Callable[[str], Tensor], first_names: dict[str, str]
     ) -> Callable[[str], Tensor]:
-        """Return what reads a tensor of a checkpoint: its average, or the weight without one.
+        """Return a function that reads a tensor's average, or its weight if it has no average.
 
         Args:
             folder: the checkpoint.
@@ -74,7 +74,7 @@ class EMA:
 
     @contextmanager
     def swapped_in(self) -> Iterator[None]:
-        """Swap the averages in for the weights, for the block."""
+        """Put the averages in place of the weights, for the block."""
         self._swap()
         try:
             yield
@@ -89,15 +89,15 @@ def load_ema(folder: Path, model: nn.Module) -> None:
     averages.fill({name: p for name, p in named.items() if name in averages.shapes})
 
 
-LEFT = 0.05  # of the initial weights in an average
+MAX_SHARE = 0.05  # of the initial weights in an average
 
 
 def ema_problem(decay: float | None, steps: int) -> str:
-    """Return what is wrong with an average of weights over so many steps; "" if nothing is."""
-    left = (decay or 0.0) ** steps
-    if left <= LEFT:
+    """Return what is wrong with an average of weights over this many steps, "" if nothing."""
+    share = (decay or 0.0) ** steps
+    if share <= MAX_SHARE:
         return ""
     return (
-        f"optim.ema_decay is {decay} and the run has {steps} steps, so {left:.0%} of what is"
-        f" exported would be the initial weights: lower it to {LEFT ** (1 / steps):.4g}, or less."
+        f"optim.ema_decay is {decay} and the run has {steps} steps, so {share:.0%} of the"
+        f" export would be the initial weights: lower it to at most {MAX_SHARE ** (1 / steps):.4g}."
     )

@@ -24,7 +24,7 @@ from .run_folder import Run
 from .sharding import renew_sharding
 
 logger = logging.getLogger(__name__)
-DEFAULT_SIZE = 64  # samples of a micro-batch, where the config has no number
+DEFAULT_SIZE = 64  # maximum of samples per micro-batch, unless the config sets their number
 
 
 def evaluate(
@@ -39,18 +39,18 @@ def evaluate(
 ) -> dict[str, float]:
     """Evaluate every named dataset; each sample counts once.
 
-    A dataset is cut into micro-batches of consecutive samples; micro-batch m is of rank
-    m % world size, and what its forward draws follows from (seed, dataset, m). So the results do
-    not depend on the number of processes, but for rounding.
+    A dataset is cut into micro-batches of consecutive samples. Micro-batch m goes to rank
+    m % world size, and its forward is seeded by (seed, dataset, m), so the results do not depend on
+    the number of processes, except for rounding.
 
     Args:
         accelerator: this process's Accelerator.
         config: the run's config.
         model: prepared; called with a function of the plain model (contract.RecipeModule).
         datasets: map-style, by name.
-        step: the number of steps that the weights have been trained for; told to `loss`.
-        note_progress: called before each micro-batch: a large dataset takes long.
-        is_sanity_check: take one micro-batch of each, on each rank.
+        step: the number of steps that the weights have been trained for; passed to `loss`.
+        note_progress: called before each micro-batch, since a large dataset takes long.
+        is_sanity_check: take one micro-batch of each dataset, on each rank.
 
     Returns:
         The value of each metric, "<dataset>/<metric>", the same on every rank.
@@ -60,14 +60,14 @@ def evaluate(
     collate, size = optional(recipe, "collate"), micro_batch_size(config)
     # With workers, this process reads no sample: the workers would inherit a file that the dataset
     # opens at its first sample, and share its offset.
-    brief = {"max_workers": 1, "persistent_workers": False} if is_sanity_check else {}
+    extra = {"max_workers": 1, "persistent_workers": False} if is_sanity_check else {}
     results: dict[str, float] = {}
     with evaluation_mode(accelerator, model):
         for name, data in datasets.items():
             count = math.ceil(len(data) / size)
             count = min(count, world_size) if is_sanity_check else count
-            # Each rank makes the same number of forward passes, or FSDP deadlocks; surplus ones
-            # go to metrics that are discarded.
+            # Each rank makes the same number of forward passes, or FSDP deadlocks; the surplus
+            # passes update metrics that are discarded.
             rounds = math.ceil(count / world_size)
             numbers = range(accelerator.process_index, rounds * world_size, world_size)
             samples = range(len(data))
@@ -76,7 +76,7 @@ def evaluate(
                 for m in numbers
             ]
             fetch = Fetch(data, collate, config.seed, config.batches.seed_samples)
-            loader = make_loader(config.batches, fetch, device, batch_sampler=index_lists, **brief)
+            loader = make_loader(config.batches, fetch, device, batch_sampler=index_lists, **extra)
             metrics, discarded = (
                 {key: metric.to(device) for key, metric in contract.build_metrics(recipe).items()}
                 for _ in range(2)
@@ -106,22 +106,21 @@ def evaluation_mode(accelerator: Accelerator, model: nn.Module) -> Iterator[None
         model.train()
 
 
-def sanity_check(run: Run, accelerator: Accelerator, model: Any, datasets: dict[str, Any]) -> None:
+def sanity_check(run: Run, accelerator: Accelerator, model: Any, sets: dict[str, Any]) -> None:
     """Run one micro-batch of each dataset through the evaluation, before the first step.
 
     A mistake in a metric then ends the run before it has trained. The results are discarded;
     weights and buffers are restored, and each step is seeded by itself, so the run is the same as
-    without.
+    without this check.
     """
     with restored_state(model), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # such as that a micro-batch lacks a class
-        told = run.note_progress
-        evaluate(accelerator, run.config, model, datasets, 0, told, is_sanity_check=True)
+        evaluate(accelerator, run.config, model, sets, 0, run.note_progress, is_sanity_check=True)
 
 
 @contextmanager
 def restored_state(model: nn.Module) -> Iterator[None]:
-    """Restore parameters and buffers: some modules set them in their first forward."""
+    """Restore parameters and buffers after the block: some modules set them in a forward."""
     kept: list[tuple[dict[str, Any], str, Tensor, Tensor]] = [
         (named, name, tensor, tensor.detach().clone())
         for module in model.modules()
@@ -138,7 +137,7 @@ def restored_state(model: nn.Module) -> Iterator[None]:
 
 
 def micro_batch_size(config: Config) -> int:
-    """Return the samples of an evaluation's forward; it never follows from the processes."""
+    """Return the samples per forward pass; it does not depend on the number of processes."""
     batches = config.batches
     default = batches.micro_batch_size or min(DEFAULT_SIZE, batches.global_batch_size)
     return config.evaluation.batch_size or default
@@ -147,15 +146,15 @@ def micro_batch_size(config: Config) -> int:
 def merge_metrics_on_main(accelerator: Accelerator, metrics: dict[str, Any]) -> None:
     """Merge the metrics' state of all ranks on rank 0, which alone can then compute them.
 
-    In place of torchmetrics' own gathering, which brings the state of all ranks to every rank, and
-    aborts the process when one rank holds a list of values and another, without samples, an empty
-    one. It has no public way to say that compute() is to take the state as it is, also in a group
-    of one.
+    This replaces torchmetrics' own gathering, which brings the state of all ranks to every rank,
+    and aborts the process if one rank holds a list of values and another, without samples, an empty
+    one. torchmetrics has no public way to let compute() use the state as it is, also in a group of
+    one.
     """
     parts = [part for name in sorted(metrics) for part in contract.metric_parts(metrics[name])]
-    for metric in dict.fromkeys(parts):  # each once, though metrics share it
+    for metric in dict.fromkeys(parts):  # once, also if several metrics share it
         metric._to_sync = False
-        metric._computed = None  # by a recipe that looks at the value of each micro-batch
+        metric._computed = None  # cached, if a recipe has computed the value of a micro-batch
         if accelerator.num_processes > 1:
             _merge(accelerator, metric)
 
@@ -163,20 +162,20 @@ def merge_metrics_on_main(accelerator: Accelerator, metrics: dict[str, Any]) -> 
 def _merge(accelerator: Accelerator, metric: Any) -> None:
     """Set a metric's state on rank 0 to that of all ranks with samples, merged as it declares."""
     state = send_to_device(metric.metric_state, "cpu")
-    everywhere = gather_on_main(accelerator, (metric.update_count, state))
-    # the others hold defaults, whose shape may be another
-    with_samples = [of_rank for of_rank in everywhere if of_rank[0]]
+    gathered = gather_on_main(accelerator, (metric.update_count, state))
+    # ranks without samples hold defaults, whose shape may differ
+    with_samples = [(updates, rank_state) for updates, rank_state in gathered if updates]
     if not with_samples:
         return
     metric._update_count = sum(updates for updates, _ in with_samples)
     for name, reduce in metric._reductions.items():
-        values: list[Any] = [of_rank[name] for _, of_rank in with_samples]
+        values: list[Any] = [rank_state[name] for _, rank_state in with_samples]
         if isinstance(values[0], list):
             merged: Any = [tensor for value in values for tensor in value]
         else:
             merged = torch.stack(values)
             is_real = merged.is_floating_point()
-            merged = merged.double() if is_real else merged  # else sums depend on the ranks' order
+            merged = merged.double() if is_real else merged  # the order of ranks must not matter
             merged = reduce(merged) if reduce else merged
             merged = merged.to(values[0].dtype) if is_real else merged
         setattr(metric, name, send_to_device(merged, metric.device))
@@ -204,7 +203,7 @@ def _values(
 
 
 def recipe_loss(config: Config, step: int) -> Any:
-    """Make an update_metrics out of a recipe's loss, at a step."""
+    """Return an update_metrics that averages the recipe's loss, which it calls with `step`."""
 
     def update(model: nn.Module, batch: Any, metrics: dict[str, Any]) -> None:
         returned = config.recipe.loss(model, batch, step)
@@ -217,9 +216,9 @@ def recipe_loss(config: Config, step: int) -> Any:
 
 
 def broadcast_buffers(accelerator: Accelerator, model: nn.Module) -> None:
-    """Broadcast the buffers of rank 0, as DDP does in training with most."""
+    """Broadcast the buffers of rank 0, as DDP does with most of them in training."""
     if accelerator.num_processes > 1:
         for buffer in model.buffers():
-            values = buffer.contiguous()  # NCCL refuses any other, and gloo mixes it up
+            values = buffer.contiguous()  # NCCL refuses other layouts, and gloo scrambles them
             torch.distributed.broadcast(values, src=0)
             buffer.copy_(values)

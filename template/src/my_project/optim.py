@@ -41,30 +41,30 @@ def optimizer_class(config: OptimConfig) -> Any:
 
 
 def has_two_views(optimizer: Any) -> bool:
-    """Return whether an optimizer trains other weights than it evaluates, as schedule-free ones.
+    """Return whether an optimizer evaluates other weights than it trains: schedule-free ones do.
 
-    Its train() and eval() put one in place of the other.
+    Its train() and eval() switch between them.
     """
     return all(callable(getattr(optimizer, method, None)) for method in ("train", "eval"))
 
 
 def build_optimizer(config: OptimConfig, recipe: Recipe, model: nn.Module) -> torch.optim.Optimizer:
-    """Build the optimizer by its class path, fused where the device has it.
+    """Build the optimizer from its class path, fused where the device supports it.
 
     Raises:
-        ConfigError: the groups do not hold every trained parameter once, or state what has no
+        ConfigError: the groups do not hold every trained parameter once, or have a key without
             effect.
     """
     kind = optimizer_class(config)
-    groups_of = optional(recipe, "parameter_groups")
-    groups = list(groups_of(model)) if groups_of else parameter_groups(model, config.weight_decay)
-    stated = {key for group in groups if isinstance(group, dict) for key in group}
+    own_groups = optional(recipe, "parameter_groups")
+    groups = list(own_groups(model)) if own_groups else parameter_groups(model, config.weight_decay)
+    given_keys = {key for group in groups if isinstance(group, dict) for key in group}
     accepted = inspect.signature(kind).parameters
     arguments = {"lr": config.lr} | config.init_args
-    if "weight_decay" in accepted:  # of groups that do not state their own
+    if "weight_decay" in accepted:  # for groups without their own
         arguments.setdefault("weight_decay", config.weight_decay)
     if "fused" in accepted and not {"fused", "foreach", "capturable"} & set(arguments):
-        # on the meta device FSDP will shard them, and of fused kernels DTensor knows these only
+        # FSDP will shard those on the meta device, and DTensor supports only Adam's fused kernels
         is_adam = issubclass(kind, (torch.optim.Adam, torch.optim.AdamW))
         devices = ["cpu", "cuda", *["meta"] * is_adam]
         arguments["fused"] = not has_sparse_gradients(model) and all(
@@ -83,14 +83,14 @@ def build_optimizer(config: OptimConfig, recipe: Recipe, model: nn.Module) -> to
     if has_two_views(optimizer):
         optimizer.train()  # type: ignore[attr-defined]
         for parameter in [p for p, slots in optimizer.state.items() if not slots]:
-            del optimizer.state[parameter]  # which a look at it has made
+            del optimizer.state[parameter]  # an empty entry, made by looking it up
     check_parameters(optimizer, model)
     known = {"params", "lr_scale", *optimizer.defaults} - {"lr"}
-    for key in stated - known if groups_of else ():  # torch takes any key, and reads it nowhere
+    for key in given_keys - known if own_groups else ():  # torch ignores unknown keys
         if meant := ["lr_scale"] if key == "lr" else get_close_matches(key, known, 1, 0.75):
             raise ConfigError(
-                f"parameter_groups ({source_location(groups_of)}) states {key}; is {meant[0]}"
-                " meant? A group's learning rate is optim.lr times its lr_scale."
+                f"parameter_groups ({source_location(own_groups)}) has the key {key}; did you mean"
+                f" {meant[0]}? A group's learning rate is optim.lr times its lr_scale."
             )
     for group in optimizer.param_groups:
         group.setdefault("lr_scale", 1.0)
@@ -98,7 +98,7 @@ def build_optimizer(config: OptimConfig, recipe: Recipe, model: nn.Module) -> to
 
 
 def has_sparse_gradients(model: nn.Module) -> bool:
-    """Return whether a module, such as nn.Embedding, is told to have sparse gradients."""
+    """Return whether a module, such as nn.Embedding, is set to have sparse gradients."""
     return any(getattr(module, "sparse", False) for module in model.modules())
 
 
@@ -122,7 +122,7 @@ def check_parameters(optimizer: torch.optim.Optimizer, model: nn.Module) -> None
 
 
 def learning_rate(step: int, total_steps: int, config: OptimConfig, reductions: int = 0) -> float:
-    """Return the learning rate of a step; it depends on the step, and on the plateaus so far.
+    """Return the learning rate of a step; it depends only on the step and the reductions so far.
 
     Step k of the warmup uses lr x (k + 1) / warmup_steps. As in torch's schedulers, the decay would
     reach its end one step after the last.
@@ -150,7 +150,7 @@ def set_learning_rate(
     config: OptimConfig,
     reductions: int = 0,
 ) -> None:
-    """Set the learning rate of a step in every group, times its own lr_scale."""
+    """Set the learning rate of a step in every group, multiplied by the group's lr_scale."""
     rate = learning_rate(step, total_steps, config, reductions)
     for group in optimizer.param_groups:
         group["lr"] = rate * group["lr_scale"]
@@ -169,23 +169,23 @@ def normalize_and_clip_(
     Args:
         gradients: what the backward passes left, all of one step.
         scale: the factor that turns them into the gradient of the loss per item.
-        clip_norm: the largest norm over all parameters, after scaling; None for no limit.
+        clip_norm: the maximum norm over all parameters, after scaling; None: no clipping.
 
     Returns:
-        The norm after scaling and before clipping, a scalar or on a CPU a number; not finite where
-        the gradient is not.
+        The norm after scaling and before clipping, a scalar tensor or, on a CPU, a number; not
+        finite if the gradient is not.
     """
     # torch.nn.utils.get_total_norm, without its sorting of the gradients by device
     norm: Any = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients)))  # type: ignore
-    if isinstance(norm, DTensor):  # of sharded gradients
+    if isinstance(norm, DTensor):  # the gradients are sharded
         norm = norm.full_tensor()
-    if norm.is_cpu:  # nothing to wait for, and numbers cost less than scalars
+    if norm.is_cpu:  # reading it waits for nothing, and numbers are faster than tensors
         norm, scale = norm.item(), float(scale)
     norm = norm * scale
     if clip_norm is not None:
         clip = clip_norm / (norm + 1e-6)
         scale = scale * (clip.clamp(max=1.0) if isinstance(clip, Tensor) else min(clip, 1.0))
-    # a factor of another type costs a kernel per gradient
+    # a factor of another dtype costs one more kernel per gradient
     is_float32 = gradients[0].dtype == torch.float32
     if isinstance(scale, Tensor):
         factor = scale.float() if is_float32 else scale
@@ -201,7 +201,7 @@ def step_if_finite(optimizer: torch.optim.Optimizer, norm: Tensor | float) -> No
     Fused optimizers on a GPU decide on the device; other optimizers need a sync with it.
     """
     is_fused = getattr(optimizer, "_step_supports_amp_scaling", False)
-    # SGD's kernel, where it skips the first step, leaves the momentum uninitialized
+    # if SGD's kernel skips the first step, it leaves the momentum uninitialized
     lacks_momentum = not optimizer.state and any(g.get("momentum") for g in optimizer.param_groups)
     if is_fused and not lacks_momentum and isinstance(norm, Tensor) and norm.is_cuda:
         optimizer.grad_scale = None  # type: ignore[attr-defined]  # read by the fused kernels
@@ -214,14 +214,14 @@ def step_if_finite(optimizer: torch.optim.Optimizer, norm: Tensor | float) -> No
 
 @contextmanager
 def evaluated_view(optimizer: Any) -> Iterator[None]:
-    """Put what the eval() of an optimizer with two views gives in place of the trained weights."""
+    """Switch to the weights of eval(), for the block, if the optimizer has two views."""
     if not has_two_views(optimizer):
         yield
         return
     weights = [p for group in optimizer.param_groups for p in group["params"]]
-    kept = [p.detach().clone() for p in weights]  # train() would round them
+    kept = [p.detach().clone() for p in weights]  # train() would bring them back rounded
     optimizer.eval()
-    yield  # what fails there ends the run
+    yield  # not in a try: an error in the block ends the run
     optimizer.train()
     with torch.no_grad():
         for weight, before in zip(weights, kept, strict=True):

@@ -30,11 +30,11 @@ def build_model(
 ) -> tuple[nn.Module, dict[str, Tensor] | None]:
     """Build the model on the device or, where FSDP will shard it, without its weights.
 
-    It precedes the optimizer, which looks where the parameters are.
+    Call it before the optimizer is built, which depends on the device of the parameters.
 
     Args:
-        accelerator: of this process.
-        config: of the run.
+        accelerator: this process's Accelerator.
+        config: the run's config.
         data_info: from the recipe's prepare_data.
         resume_from: the checkpoint whose weights are loaded later; None for new ones.
 
@@ -55,12 +55,12 @@ def build_model(
 def build_on_device(
     accelerator: Accelerator, build_whole: Callable[[], nn.Module], config: Config
 ) -> tuple[nn.Module, None]:
-    """Build the model, and move it to the device; no weights are left to be filled in."""
-    # several CPU processes have cpu:0, and a move there copies what is on the CPU, each buffer by
-    # itself: those that share memory would part
+    """Build the model with its weights, and move it to the device."""
+    # with several CPU processes the device is cpu:0, and a move there from cpu would copy each
+    # buffer by itself, also those that share memory
     on_cpu = accelerator.device.type == "cpu"
     model = build_whole().to("cpu" if on_cpu else accelerator.device)
-    # as a move to a GPU leaves them: dense, as fused kernels need them, and without overlaps
+    # dense, as fused kernels need them, and without shared memory, as after a move to a GPU
     for parameter in model.parameters():
         parameter.data = parameter.data.clone()
     if config.channels_last:
@@ -78,16 +78,16 @@ def prepare(
     """Prepare model and optimizer for DDP, FSDP2, autocast and torch.compile.
 
     Args:
-        accelerator: of this process.
-        config: of the run.
+        accelerator: this process's Accelerator.
+        config: the run's config.
         model: with its weights or, for FSDP, on the meta device.
         optimizer: of the model's parameters.
-        weights: on rank 0 the weights of a model on the meta device, on the others {}; None leaves
-            its shards for a checkpoint to fill.
+        weights: on rank 0 the weights of a model on the meta device, on the others {}; None: a
+            checkpoint fills the shards later.
 
     Returns:
-        What training calls, and what evaluation calls: without DDP, since batches there are
-        ragged, but with autocast and FSDP.
+        The module that training calls, and the one that evaluation calls: without DDP, since the
+        ranks' batches differ in number and size there, but with autocast and FSDP.
     """
     wrap: Any = wrap_in_ddp
     if is_sharding(accelerator):
@@ -116,9 +116,9 @@ def wrap_in_ddp(
 
 
 def gradient_sync(model: Any, *, is_last: bool) -> AbstractContextManager:
-    """Return the context of a micro-batch: what its backward pass sends of the gradients.
+    """Return the context of a micro-batch, which decides what its backward pass sends.
 
-    DDP all-reduces them with the last micro-batch of a step.
+    DDP all-reduces the gradients with the last micro-batch of a step.
     """
     set_gradient_sharding(model, is_last=is_last)
     if isinstance(model, DistributedDataParallel) and not is_last:
@@ -127,23 +127,23 @@ def gradient_sync(model: Any, *, is_last: bool) -> AbstractContextManager:
 
 
 def refuse_unused(model: Any) -> None:
-    """Raise torch's error where a parameter got no gradient in a step.
+    """Raise torch's error if a parameter got no gradient in a step.
 
-    DDP averages a bucket of parameters when all of them have a gradient: one without leaves the
-    others of its bucket unaveraged, which DDP itself would notice in the next step only, and after
-    the last one never. So what it calls then, which has no public name, is called in each step.
+    DDP averages a bucket once all its parameters have a gradient, so one without leaves the others
+    of its bucket unaveraged. DDP itself would notice this only in the next step, and after the last
+    step never. So this calls DDP's own check, which has no public name, in each step.
     """
     if isinstance(model, DistributedDataParallel) and not model.find_unused_parameters:
         model._check_reducer_finalized()
 
 
 def keep_gradients_in_buckets(config: Config, model: nn.Module, optimizer: Any) -> None:
-    """Let optimizer.zero_grad leave zeros in DDP's buckets, where a step has several micro-batches.
+    """Let optimizer.zero_grad leave zeros in DDP's buckets, if a step has several micro-batches.
 
     With None instead, gradients would accumulate outside the buckets: 4 more bytes per parameter.
-    Called before DDP makes its buckets: it replaces the gradients that are there with views of
-    them. Not where parameters may be unused: with a gradient of zeros, the optimizer would still
-    decay the weight and move its momentum. Sparse gradients are in no bucket.
+    Call it before DDP makes its buckets: DDP replaces existing gradients by views of them. It does
+    nothing if parameters may be unused: with a gradient of zeros, the optimizer would still decay
+    the weight and move its momentum. Sparse gradients are in no bucket.
     """
     layout, options = batch_layout(config.batches, world()[0]), config.distributed.ddp
     may_be_none = options.get("find_unused_parameters") or has_sparse_gradients(model)
@@ -153,11 +153,11 @@ def keep_gradients_in_buckets(config: Config, model: nn.Module, optimizer: Any) 
     parameters = [p for g in optimizer.param_groups for p in g["params"] if p.requires_grad]
 
     def set_zeros(set_to_none: bool = True) -> None:
-        for parameter in parameters:  # zeros that take no memory
+        for parameter in parameters:  # expanded zeros take no memory
             parameter.grad = parameter.new_zeros(()).expand_as(parameter)
 
     def after_first_step(set_to_none: bool = True) -> None:
-        set_zeros()  # before its second step DDP makes its buckets again
+        set_zeros()  # DDP rebuilds its buckets before its second step
         optimizer.zero_grad = partial(type(optimizer).zero_grad, optimizer, set_to_none=False)
 
     set_zeros()
@@ -170,6 +170,6 @@ def is_compiled(model: nn.Module) -> bool:
 
 
 def not_compiled(model: nn.Module) -> AbstractContextManager:
-    """Run a compiled model without torch.compile, such as for the ragged batches of evaluation."""
-    # imports torch._dynamo
+    """Run a compiled model eagerly, for the block: evaluation batches differ in size."""
+    # only if compiled: set_stance imports torch._dynamo
     return torch.compiler.set_stance("force_eager") if is_compiled(model) else nullcontext()

@@ -5,16 +5,16 @@ imports nothing from this package, so one file can be copied anywhere. The loop 
 order:
 
     prepare_data() -> dict
-        Return what the model must know of the data, as plain JSON (class names, vocabulary size).
+        Return what the model must know about the data as plain JSON (class names, vocabulary size).
         Downloads and tokenizes once per cache, before any process group: one process of the run
         goes first, then one on each node, then all others together, which find the work done.
     build_datasets(data_info) -> (train, {name: validation})
         Return map-style datasets: `len(data)` and `data[index]`; {} for no validation. A dataset
         with `__getitems__(indices)` is asked for a whole micro-batch in one call, unless it draws
-        random numbers (batches.seed_samples). `data[index]` may be called twice where it first
-        draws, so it must not keep what it has drawn. A dataset with `set_epoch(epoch)`, itself or
-        in a Subset or ConcatDataset, is told the epoch before its first sample of each epoch, in
-        every process that reads it; evaluations read epoch 0.
+        random numbers (batches.seed_samples). The samples with which it first draws may be read
+        twice, so it must not keep what it has drawn. If a dataset, also one inside a Subset or
+        ConcatDataset, has `set_epoch(epoch)`, the loop calls it before the first sample of each
+        epoch, in every process that reads it; for evaluations with epoch 0.
         The training set may be a stream instead, which is divided into lanes. A lane is a logical
         shard of the stream, like a canonical node of MosaicML's streaming: the number of lanes is
         fixed, whatever the world size, and so is the order of the samples. A stream has
@@ -27,24 +27,23 @@ order:
         What `lane` returns may have `state_dict()` and `load_state_dict(state)` (the Stateful
         protocol of torch.distributed.checkpoint), so that a resumed run need not read again what
         it skips. `state_dict` is called after each step's samples and returns the position after
-        the last of them as plain JSON, which checkpoints keep, so it is best short, or None where
-        it cannot tell: a resumed run then skips what the lane has read. A run
-        that resumes there calls `load_state_dict` on a new lane, opened with start 0, before it
-        iterates.
+        the last of them as short plain JSON, which checkpoints keep, or None where it cannot tell:
+        a resumed run then skips what the lane has read. Otherwise it calls `load_state_dict` on a
+        new lane, opened with start 0, before it iterates.
     build_model(data_info) -> torch.nn.Module
-        Needs no training data and no network, since predict calls it too.
+        Must work without training data and network, since predict calls it too.
     loss(model, batch, step) -> (loss_sum, num_items[, scalars])
         Return the SUM of the per-item losses, a scalar tensor, and the number of items (examples,
         tokens) in it, a number or scalar tensor. Never a mean: only sums give the right gradient
         when the number of items differs between micro-batches. Sum in float32, also where autocast
         leaves bf16: `losses.float().sum()`. `model` is the plain module; any of
-        its methods may be called. Called once per micro-batch and equally often on every rank: one
-        that has a micro-batch less repeats its first, without weight. Where there is no
-        `update_metrics`, by evaluations too, without gradients (a gradient penalty needs
-        `if torch.is_grad_enabled()`) and with the steps that the weights were trained for.
+        its methods may be called. The loop calls `loss` once per micro-batch and equally often on
+        every rank: a rank with one micro-batch less repeats its first one with weight 0. Without
+        `update_metrics`, evaluations call it too, without gradients (a gradient penalty needs
+        `if torch.is_grad_enabled()`) and with the number of steps trained as `step`.
         scalars, {name: sum}, are recorded as train/<name>: each is summed over the step's
-        micro-batches and ranks as the loss is, and divided by the items. A value is a number or a
-        scalar tensor; the names are the same each time, and none of contract.TRAIN_TAGS.
+        micro-batches and ranks, like the loss, and divided by the items. A value is a number or a
+        scalar tensor; all calls return the same names, and none of contract.TRAIN_TAGS.
 
 A recipe may also have:
 
@@ -56,7 +55,7 @@ A recipe may also have:
                                                   class in a list (blocks.py)
     build_metrics() -> {name: torchmetrics.Metric}    with update_metrics; default: the mean loss
     update_metrics(model, batch, metrics) -> None
-    flops_per_item(model) -> float                of its forward and backward, for MFU; default:
+    flops_per_item(model) -> float                FLOPs of forward and backward, for MFU; default:
                                                   counted in the first step
     predict(model, data_info, argument) -> str    the answer that predict prints
     predict_samples(model, data_info, samples, folder)    the answers for some validation samples,
@@ -68,31 +67,31 @@ A recipe may also have:
 
 `samples` is a torch.utils.data.Subset of the validation set. predict_samples returns what
 predict prints, a str or a table of rich; files that it writes into `folder`, such as pictures,
-are moved to the run. It is called at each evaluation, too, for evaluation.samples samples, whose
-tensors are on the device of the model: by rank 0 or, where FSDP shards the model, by every rank
+are moved to the run. Each evaluation calls it too, with evaluation.samples samples, whose tensors
+are on the device of the model: on rank 0 or, where FSDP shards the model, on every rank
 (records/samples.py).
 
 `export` is called twice. First on every rank, with folder None: it returns which of `tensors`, the
-state of the model, the loop writes to <stem>.safetensors, renamed if need be. Of a sharded model
-their values are sharded, and the loop reads and writes one at a time. Then by rank 0 alone, with a
-folder, into which it writes other files; it must neither read a weight nor draw random numbers
-there. Where it has returned None, it writes the weights too, and gets a whole model: of a sharded
-one rank 0 builds another.
+state of the model, the loop writes to <stem>.safetensors, renamed if need be. If the model is
+sharded, so are they, and the loop reads and writes one at a time. Then on rank 0 alone, with a
+folder, into which it writes other files; this call must neither read a weight nor draw random
+numbers. If the first call returned None, the second writes the weights too, and gets a whole model:
+for a sharded one, rank 0 builds another.
 
-Before the first step the loss and the items of a few samples are compared with the sums of those of
-their halves. Where they do not add up though all is right, since the loss compares the samples of a
-micro-batch with each other (contrastive learning), or padding to the largest changes much, the
-recipe says so by a class attribute: `compares_samples = True`.
+Before the first step, the loop compares the loss and the items of a few samples with the sums over
+their two halves. In a correct recipe these may differ, if the loss compares the samples of a
+micro-batch with each other (contrastive learning), or padding to the largest changes much: such a
+recipe sets the class attribute `compares_samples = True`.
 
-A dataset or stream opens its files when the first sample is read, not in its constructor: loader
-workers are forked, and would share the position in a file that is open by then, so it is refused.
-Where the recipe opens a file itself, when it is imported or made, each rank opens its own.
+A dataset or stream must open its files when the first sample is read, not in its constructor:
+forked loader workers would share the offset of an open file, so the loop refuses it. A file that
+the recipe opens itself, at import or in its constructor, is opened once on each rank.
 
-Its fields may be declared with field(metadata={...}): "changes_curve": False for a field that may
-change between two starts of a run (a path).
+A field that may change between two starts of a run (a path) is declared with
+field(metadata={"changes_curve": False}).
 
 Random numbers: the loop seeds the global generators of torch, Python and NumPy before prepare_data
-and before build_datasets, each time alike, so that a split that is drawn there is the same on every
+and before build_datasets, always with the same seed, so that a random split is the same on every
 rank, in every start and for every `seed`; before build_model and load by the config's `seed`; for
 each sample, and for each micro-batch before `loss`. So random numbers are the same for any world
 size and after any resume. The loop does not seed a generator that the recipe makes for itself
@@ -101,16 +100,16 @@ on the world size. Make it where it is used, from `torch.initial_seed()`, which 
 sample in a dataset (with batches.seed_samples) and that of the micro-batch in `loss`.
 
 State: what `loss` changes in the model besides gradients (a mean teacher, a queue in a buffer)
-depends on how a step is split into micro-batches, unless it does so once for each `step`, and only
-while `model.training`; what it takes from the samples must be gathered from all ranks, whose number
-must then divide that of the micro-batches (docs/how-to/state-in-a-buffer.md). Only the optimizer
-may change a trained parameter. The loop calls `model.train()`, which also sets a frozen part to
-training, with its dropout and BatchNorm: give that part a `train` method that calls
-`super().train(False)`. What is ever to be trained must have requires_grad True when build_model
-returns.
+depends on how a step is split into micro-batches, unless `loss` changes it once per `step`, and
+only while `model.training`. What it takes from the samples must be gathered from all ranks, and
+the number of ranks must then divide that of the micro-batches (docs/how-to/state-in-a-buffer.md).
+Only the optimizer may change a trained parameter. The loop calls `model.train()`, which also puts
+the dropout and BatchNorm of a frozen part into training mode: give that part a `train` method that
+calls `super().train(False)`. A parameter that is to be trained at any time must have requires_grad
+True when build_model returns.
 The running statistics of BatchNorm move once for each micro-batch of all ranks (statistics.py), so
-`loss` writes none of a layer that it also calls in training.
-Under FSDP all ranks must call the same blocks in each forward, or the run hangs.
+`loss` must not write those of a layer that it also calls in training.
+Under FSDP, all ranks must call the same blocks in each forward, or the run hangs.
 """
 
 import inspect
@@ -154,7 +153,7 @@ PARAMETERS = {  # of every method that the loop calls
 
 
 def problems(kind: type) -> list[str]:
-    """List the problems of a recipe's methods: required ones missing, wrong parameters."""
+    """List what is wrong with a recipe: missing methods, wrong parameters, ignored fields."""
     found = []
     try:
         recipe = object.__new__(kind)  # without its fields, to look methods up as the loop does
@@ -170,9 +169,9 @@ def problems(kind: type) -> list[str]:
         except TypeError as error:
             place, wanted = source_location(method), ", ".join(parameters)
             found.append(f"{name} ({place}) must accept ({wanted}): {error}")
-    for one, other in (("build_metrics", "update_metrics"), ("update_metrics", "build_metrics")):
-        if getattr(kind, one, None) is not None and getattr(kind, other, None) is None:
-            found.append(f"it has {one} but lacks {other}, which {one} needs")
+    for name, other in (("build_metrics", "update_metrics"), ("update_metrics", "build_metrics")):
+        if getattr(kind, name, None) is not None and getattr(kind, other, None) is None:
+            found.append(f"it has {name} but lacks {other}, which {name} needs")
     for name in ignored_fields(kind):
         found.append(
             f"the {name} that it sets would be ignored: write @dataclass above the class, and a"

@@ -1,11 +1,11 @@
 """Read `--config file.yaml --dotted.key value ...`, and name the run after it.
 
 jsonargparse imports the recipe and checks all names and values, those of the recipe's fields too.
-What is typed wins over the file.
+Options win over files.
 
 A run without a run_name is named <config stem> and -<key>=<value> for each setting that was typed
-and changes the training curve, also where its value is the file's: each run of a sweep has a folder
-of its own, while more steps or another micro-batch continue the same run.
+and changes the training curve, even if it has the file's value: each run of a sweep has its own
+folder, while more steps or another micro-batch size continue the same run.
 """
 
 import dataclasses
@@ -46,7 +46,7 @@ def did_you_mean(given: str, known: Iterable[str]) -> str:
 def split(arguments: Iterable[str]) -> tuple[list[Path], list[tuple[str, str | None]]]:
     """Return the config files, and the names of options with their texts, which may be repeated.
 
-    A name may have - for _: --overfit-batches. A word that is not an option is a config file.
+    A name may be typed with - for _, as in --overfit-batches. Other words are config files.
     """
     files: list[Path] = []
     options: list[tuple[str, str | None]] = []
@@ -75,15 +75,15 @@ def read_config(file: Path) -> dict[str, Any]:
         folders = file.parent, Path("configs")
         known = {path.stem: path for folder in folders for path in folder.glob("*.yaml")}
         similar = get_close_matches(file.stem, known, n=1)
-        some = f"{[*known.values()][-1].parent}/ has some." if known else "configs/ has none here."
-        hint = f"did you mean {known[similar[0]]}?" if similar else some
+        where = f"{[*known.values()][-1].parent}/ has some." if known else "configs/ has none here."
+        hint = f"did you mean {known[similar[0]]}?" if similar else where
         raise ConfigError(f"there is no config file {file}; {hint}")
     if not (settings := read_yaml(file)):
         raise ConfigError(f"{file} is empty; write a recipe and its settings into it.")
     return settings
 
 
-def one_duration(sources: list[dict[str, Any]]) -> list[str]:
+def unset_duration(sources: list[dict[str, Any]]) -> list[str]:
     """Return the option that unsets steps or epochs where a later source sets the other one."""
     unset: list[str] = []
     for settings in sources:
@@ -94,16 +94,16 @@ def one_duration(sources: list[dict[str, Any]]) -> list[str]:
 
 
 # ---- the name of a run ---------------------------------------------------------------------------
-def text_of(value: Any) -> str:
-    """Return a value as it stands in a run's name: 3e-3 and 0.003 are one, 64 and 64.0 too."""
+def value_text(value: Any) -> str:
+    """Return a value as a run's name has it, the same for 3e-3 and 0.003, and for 64 and 64.0."""
     if isinstance(value, (list, tuple)):
-        return ",".join(map(text_of, value))
+        return ",".join(map(value_text, value))
     if isinstance(value, float) and value.is_integer() and abs(value) < 1e15:
         value = int(value)
     return value if isinstance(value, str) else json.dumps(value, default=str)
 
 
-def name_of_run(
+def make_run_name(
     files: list[Path], typed: dict[str, str | None], in_files: Config | None, config: Config
 ) -> str:
     """Return the name of a run for which no run_name is given.
@@ -114,30 +114,30 @@ def name_of_run(
         in_files: the settings in the files alone; None if they are incomplete.
         config: all settings.
     """
-    before = _curve(in_files) if in_files else {}
-    settings = _curve(config)
-    every = [name.rpartition(".")[2] for name in settings]  # also those not typed
-    # recipe.init_args.width is recipe.width
-    names = [f"{name.replace('recipe.init_args', 'recipe', 1)}." for name in each_typed(typed)]
+    from_files = _curve_settings(in_files) if in_files else {}
+    settings = _curve_settings(config)
+    last_words = [name.rpartition(".")[2] for name in settings]
+    # both recipe.init_args.width and recipe.width may be typed
+    options = [f"{name.replace('recipe.init_args', 'recipe', 1)}." for name in typed_names(typed)]
     shown = {}
     for name, value in settings.items():
-        is_typed = any(n.startswith(f"{name}.") for n in names)
-        # of a group that was typed, what the file does not say
-        is_changed = before.get(name) != value and any(f"{name}.".startswith(n) for n in names)
-        if is_typed or is_changed:
+        is_typed = any(option.startswith(f"{name}.") for option in options)
+        is_in_group = any(f"{name}.".startswith(option) for option in options)
+        # of a group that was typed as a whole, only what differs from the files
+        if is_typed or (is_in_group and from_files.get(name) != value):
             short = name.rpartition(".")[2]
-            shown[short if every.count(short) == 1 else name] = value
+            shown[short if last_words.count(short) == 1 else name] = value
     stem = "+".join(file.stem for file in files) or "run"
-    whole = "-".join([stem, *(f"{key}={shown[key]}" for key in sorted(shown))])
-    name = re.sub(r"[^\w.,+=-]", "_", whole)
+    full_name = "-".join([stem, *(f"{key}={shown[key]}" for key in sorted(shown))])
+    name = re.sub(r"[^\w.,+=-]", "_", full_name)
     if len(name) > NAME_LENGTH:
-        digits = hashlib.sha256(whole.encode()).hexdigest()[:8]
+        digits = hashlib.sha256(full_name.encode()).hexdigest()[:8]
         name = f"{name[: NAME_LENGTH - 9]}-{digits}"
     return "run" if name in {"", ".", ".."} else name
 
 
-def each_typed(typed: dict[str, str | None]) -> list[str]:
-    """Return the names of the options and, of a group such as --optim {"lr": 1}, what is in it.
+def typed_names(typed: dict[str, str | None]) -> list[str]:
+    """Return the names of the options and of the settings in a group, as in --optim {"lr": 1}.
 
     --recipe alone is its class path.
     """
@@ -151,11 +151,11 @@ def each_typed(typed: dict[str, str | None]) -> list[str]:
     return [*names, *["recipe.class_path"] * ("recipe" in names)]
 
 
-def _curve(config: Config) -> dict[str, str]:
-    """Return the settings that change the training curve, as they stand in a run's name."""
+def _curve_settings(config: Config) -> dict[str, str]:
+    """Return the settings that change the training curve, as a run's name has them."""
     settings = flat(fixed_settings(config))
     settings["recipe.class_path"] = f"{type(config.recipe).__module__}.{settings.pop('recipe')}"
-    return {name: text_of(value) for name, value in settings.items()}
+    return {name: value_text(value) for name, value in settings.items()}
 
 
 # ---- all settings --------------------------------------------------------------------------------
@@ -163,7 +163,7 @@ def _parser(recipe: Any = None, *, prog: str | None = None, with_help: bool = Fa
     """Return jsonargparse's parser.
 
     Args:
-        recipe: the class whose fields --help lists; by default, what a config names is imported.
+        recipe: the class whose fields --help lists; by default the class that a config names.
         prog: the command's name in --help.
         with_help: read the fields' docstrings, which takes longer than all parsing.
     """
@@ -183,33 +183,33 @@ def _parser(recipe: Any = None, *, prog: str | None = None, with_help: bool = Fa
 
 
 def _config(
-    parser: Any, parse_them: Callable[[], Any], sources: Iterable[dict[str, Any]] = ()
+    parser: Any, run_parser: Callable[[], Any], sources: Iterable[dict[str, Any]] = ()
 ) -> Config:
     """Parse and return the settings; an error becomes one line.
 
     Args:
         parser: jsonargparse's.
-        parse_them: lets it parse them.
-        sources: config files and what was typed, of which it names the first wrong value.
+        run_parser: calls it.
+        sources: config files and options, in which an error looks for the first wrong value.
     """
     try:
-        values = vars(parser.instantiate(parse_them()))
+        values = vars(parser.instantiate(run_parser()))
         values.pop("config")
         return Config(**values)
     except ConfigError:
         raise
-    except Exception as error:  # also of the import of the recipe's module
+    except Exception as error:  # also from the import of the recipe's module
         message = shortened(" ".join(str(error).split()), 1000)  # it may quote a whole file
-        at = own_frame(frames_of(error))
-        if at and at.file != __file__:
-            place = f"{short_path(at.file)}, line {at.line}"
+        frame = own_frame(frames_of(error))
+        if frame and frame.file != __file__:
+            place = f"{short_path(frame.file)}, line {frame.line}"
             message = f"{type(error).__name__}: {message} ({place})"
         raise ConfigError(_explained(message, parser, sources)) from error
 
 
 # ---- wrong values --------------------------------------------------------------------------------
 def spread(settings: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield settings by dotted name, each group before its own."""
+    """Yield dotted names and values of settings, each group before its settings."""
     for key, value in settings.items():
         yield f"{prefix}{key}", value
         if isinstance(value, dict):
@@ -228,25 +228,25 @@ def read_value(text: str) -> Any:
 
 
 def is_null(value: Any, name: str) -> bool:
-    """Return whether a value is None, Python's word for null, of a setting that may be null."""
+    """Return whether a setting that may be null has the value None, Python's word for null."""
     return value == "None" and name in NULLABLE
 
 
 def with_null(settings: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Return the settings of a file with null for None."""
-    found: dict[str, Any] = {}
+    """Replace the word None by null in the settings of a file."""
+    replaced: dict[str, Any] = {}
     for key, value in settings.items():
-        is_group = isinstance(value, dict)
-        found[key] = with_null(value, f"{prefix}{key}.") if is_group else value
-        found[key] = None if is_null(value, f"{prefix}{key}") else found[key]
-    return found
+        name = f"{prefix}{key}"
+        inner = with_null(value, f"{name}.") if isinstance(value, dict) else value
+        replaced[key] = None if is_null(value, name) else inner
+    return replaced
 
 
 def wrong_setting(sources: Iterable[dict[str, Any]], recipe: Any) -> ConfigError | None:
     """Return the error of the first setting whose value is not of its type, if there is one.
 
     Args:
-        sources: config files, and what was typed: text by dotted name.
+        sources: config files, and options: text by dotted name.
         recipe: the class of the recipe; None if it is not known.
     """
     known: dict[str, Any] = {name: (kind, limits) for name, kind, limits in each_setting()}
@@ -254,20 +254,20 @@ def wrong_setting(sources: Iterable[dict[str, Any]], recipe: Any) -> ConfigError
     known |= {"recipe": (str | dict, path), "recipe.class_path": (str, path)}
     known["recipe.init_args"] = (dict, {})
     if dataclasses.is_dataclass(recipe):
-        known |= {name: of for name, *of in each_setting(recipe, "recipe.")}
+        known |= {name: kind_limits for name, *kind_limits in each_setting(recipe, "recipe.")}
     for name, value in chain(*map(spread, sources)):
         name = re.sub(r"^recipe\.init_args\.", "recipe.", name)
         kind, limits = known.get(name, (Any, {}))
         texts = [read_value(value)] if isinstance(value, str) else []
-        if not any(fits(one, kind) for one in (value, *texts)):
+        if not any(fits(reading, kind) for reading in (value, *texts)):
             return wrong_value(name, value, kind, limits)
     return None
 
 
 def _explained(message: str, parser: Any, sources: Iterable[dict[str, Any]]) -> str:
-    """Return jsonargparse's message in plain words, as far as it is known what it means.
+    """Return jsonargparse's message in plain words, if its meaning is known.
 
-    For a name that does not exist it gives the most similar one, for a wrong value what is right.
+    For an unknown name, suggest the most similar one; for a wrong value, say what is valid.
     """
     unknown = re.search(
         r"(?:(?:Group '|^Parser key \")([\w.]+).*)?(?:ption '|arguments: (--))([^'=\s]+)", message
@@ -282,12 +282,12 @@ def _explained(message: str, parser: Any, sources: Iterable[dict[str, Any]]) -> 
         fields = getattr(recipe, "__dataclass_fields__", {})
         known = [*parser.get_defaults().keys(), *(f"recipe.{field}" for field in fields)]
         names = {full.rpartition(".")[2]: full for full in known} | {full: full for full in known}
-        similar = [names[found] for found in get_close_matches(name, names, n=1)]
+        similar = [names[match] for match in get_close_matches(name, names, n=1)]
         hint = f"did you mean {dashes}{similar[0]}?" if similar else "--help lists all settings."
         return f"there is no setting {dashes}{name}; {hint}"
     if kind and "does not implement protocol" in message:
-        found = "; ".join(problems(pkgutil.resolve_name(kind[1]))) or message
-        return f"recipe {kind[1]}: {found} (recipe.py describes all methods)."
+        reasons = "; ".join(problems(pkgutil.resolve_name(kind[1]))) or message
+        return f"recipe {kind[1]}: {reasons} (recipe.py describes all methods)."
     if missing := re.search(r"module '([\w.]+)' has no attribute '(\w+)'$", message):
         module = sys.modules[missing[1]]
         files = Path(str(module.__file__)).parent.glob("*")  # of a package, its modules
@@ -322,32 +322,32 @@ def parse(
     read = [read_config(file) for file in files]
     in_files = [*map(with_null, read)]
     for source in (*in_files, typed):
-        if refusal := secrets_problem(source):  # it would be in the name of the run
+        if refusal := secrets_problem(source):  # the secret would be in the name of the run
             raise ConfigError(refusal)
-    from_files = [  # jsonargparse takes the content of a file, too
+    from_files = [  # jsonargparse takes a file's content in place of its path
         f"--config={file if before == after else json.dumps(after, default=str)}"
         for file, before, after in zip(files, read, in_files, strict=True)
     ]
     words = [f"--{name}" + ("" if text is None else f"={text}") for name, text in options]
-    words = [*from_files, *words, *one_duration([*in_files, typed])]
+    words = [*from_files, *words, *unset_duration([*in_files, typed])]
     texts = {name: text for name, text in options if text is not None}
     config = _config(parser, lambda: parser.parse_args(words), [*in_files, texts])
     if config.run_name != "run":
         return config
     base = None
-    with suppress(ConfigError):  # incomplete, or wrong where something else is typed
-        base = _config(parser, lambda: parser.parse_args([*from_files, *one_duration(in_files)]))
-    return dataclasses.replace(config, run_name=name_of_run(files, typed, base, config))
+    with suppress(ConfigError):  # the files alone may be incomplete or wrong
+        base = _config(parser, lambda: parser.parse_args([*from_files, *unset_duration(in_files)]))
+    return dataclasses.replace(config, run_name=make_run_name(files, typed, base, config))
 
 
 def show_help(arguments: list[str], description: str, prog: str | None) -> None:
-    """Print all settings, and with a config file those of its recipe; exit."""
+    """Print all settings and, with a config file, those of its recipe; exit."""
     kind: Any = None
     with suppress(ConfigError):
         kind = type(parse([word for word in arguments if word not in ("-h", "--help")]).recipe)
     if not kind:
         description += "\nWith a config, the fields of its recipe are listed too.\n"
-    print(description)  # as it is: the parser would join its lines
+    print(description)  # not by the parser, which would join its lines
     _parser(kind, prog=prog, with_help=True).print_help()
     raise SystemExit(0)
 

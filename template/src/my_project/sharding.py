@@ -1,10 +1,10 @@
-"""Shard a model by FSDP2, and start without a rank or device that holds all of it.
+"""Shard a model by FSDP2, and start without a device that holds all of it.
 
-A model that is sharded starts so: only rank 0 holds all of it, in host memory, and no device holds
-more than its shards and one weight. Rank 0 builds the model and sends the others its modules and
-buffers, with parameters on the meta device, which take no memory. FSDP2 shards those, and rank 0
-then scatters the weights, one at a time. In a run that resumes each rank reads its shards, and rank
-0's weights are dropped.
+At the start, only rank 0 holds the whole model, in host memory, and no device holds more than its
+shards and one weight. Rank 0 builds the model and sends the other ranks its modules and buffers,
+with parameters on the meta device, which take no memory. FSDP2 shards those, and rank 0 then
+scatters the weights, one at a time. In a resumed run each rank reads its own shards, and rank 0's
+weights are dropped.
 """
 
 import atexit
@@ -55,13 +55,13 @@ def check_config(world_size: int) -> None:
     """Refuse a config that asks for FSDP 1, or for a mesh of another size than the launch.
 
     Raises:
-        ConfigError: what is wrong.
+        ConfigError: also if no launcher has set the variables.
     """
-    asked = [name for name in VARIABLES if parse_flag_from_env(name)]
+    variables = [name for name in VARIABLES if parse_flag_from_env(name)]
     is_launched = "ACCELERATE_MIXED_PRECISION" in os.environ or "WORLD_SIZE" in os.environ
-    if asked and not is_launched:
+    if variables and not is_launched:
         raise ConfigError(
-            f"{asked[0]} is set in the environment, but no launcher started this process: unset"
+            f"{variables[0]} is set in the environment, but no launcher started this process: unset"
             " it, or start with an accelerate config that asks for it, such as fsdp2.yaml."
         )
     if is_wanted() and os.environ.get("FSDP_VERSION", "1") != "2":
@@ -89,7 +89,7 @@ def is_sharding(accelerator: Accelerator) -> bool:
 
 
 def kind_of(accelerator: Accelerator) -> str:
-    """Return none, FSDP2 or HSDP."""
+    """Return the kind of sharding: none, FSDP2 or HSDP."""
     mesh = accelerator.parallelism_config
     kind = "HSDP" if mesh and mesh.dp_replicate_enabled else "FSDP2"
     return kind if is_sharding(accelerator) else "none"
@@ -97,7 +97,7 @@ def kind_of(accelerator: Accelerator) -> str:
 
 @contextmanager
 def hidden_from_constructor(*, on_cpu: bool) -> Iterator[None]:
-    """Hide the sizes of a mesh, which accelerate's constructor refuses on a CPU, for the block."""
+    """Hide the mesh sizes, which accelerate's constructor refuses on a CPU, for the block."""
     value = os.environ.pop(USES_MESH, None) if on_cpu and is_wanted() else None
     try:
         yield
@@ -107,7 +107,7 @@ def hidden_from_constructor(*, on_cpu: bool) -> Iterator[None]:
 
 
 def set_up_on_cpu(accelerator: Accelerator) -> None:
-    """Set up sharding on CPU processes, where accelerate would use DDP without a word."""
+    """Set up sharding on CPU processes, where accelerate would silently use DDP."""
     is_on_cpu = accelerator.device.type == "cpu" and is_wanted()
     if is_on_cpu and accelerator.num_processes > 1:
         shard_on_cpu(accelerator, is_hsdp=uses_mesh())
@@ -116,7 +116,7 @@ def set_up_on_cpu(accelerator: Accelerator) -> None:
 def shard_on_cpu(accelerator: Accelerator, *, is_hsdp: bool) -> None:
     """Set the values that accelerate's constructor sets for GPUs."""
     state: Any = accelerator.state
-    # each AcceleratorState() copies the first over the second
+    # each AcceleratorState() copies PartialState's over its own
     PartialState._shared_state["distributed_type"] = DistributedType.FSDP
     state.distributed_type = DistributedType.FSDP
     state.fsdp_plugin = FullyShardedDataParallelPlugin()
@@ -128,8 +128,8 @@ def shard_on_cpu(accelerator: Accelerator, *, is_hsdp: bool) -> None:
 def release_groups(accelerator: Accelerator) -> None:
     """Drop the references to process groups that would outlive destroy_process_group.
 
-    FSDP's modules, in cycles, and its mesh, in torch's caches (2.15), would hold theirs while the
-    interpreter ends. A thread of gloo that then asks for the GIL aborts the process, with
+    FSDP's modules (in reference cycles) and its mesh (in caches of torch 2.15) would hold theirs
+    while the interpreter ends. A gloo thread that then asks for the GIL aborts the process, with
     "terminate called without an active exception".
     """
     if mesh := getattr(accelerator.state, "device_mesh", None):
@@ -140,7 +140,7 @@ def release_groups(accelerator: Accelerator) -> None:
 def set_gradient_sharding(model: Any, *, is_last: bool) -> None:
     """Let FSDP2 reduce-scatter the gradients of each micro-batch, HSDP all-reduce with the last.
 
-    So no rank ever holds the whole gradient.
+    So no rank holds the whole gradient at any time.
     """
     if isinstance(model, FSDPModule):
         model.set_requires_all_reduce(is_last)
@@ -163,36 +163,34 @@ def wrap_for_sharding(
 ) -> Any:
     """Shard by torch's `fully_shard`, then allocate and fill the shards.
 
-    Same arguments as parallel.prepare.
-
-    Not by accelerate's `prepare`, which chooses what is gathered together by looking into our
-    wrapper, and finds the optimizer's parameters by their addresses: on the meta device all have
-    the same. Here they are found by name.
+    Same arguments as parallel.prepare. accelerate's `prepare` does not fit: it looks into our
+    wrapper to choose what is gathered together, and finds the optimizer's parameters by address,
+    and all on the meta device have the same one. Here they are found by name.
     """
     plugin: Any = accelerator.state.fsdp_plugin
-    if optimizer.state:  # such as Adagrad's: the last save would fail
+    if optimizer.state:  # as with Adagrad: the last save would fail
         raise ConfigError(
-            f"{type(optimizer).__name__} makes its state in its constructor, before FSDP shards the"
-            " parameters; choose another optim.class_path."
+            f"{type(optimizer).__name__} creates its state in its constructor, before FSDP shards"
+            " the parameters; choose another optim.class_path."
         )
     names = {id(p): name for name, p in model.named_parameters()}
     groups = [[names[id(p)] for p in group["params"]] for group in optimizer.param_groups]
     is_on_meta = any(p.is_meta for p in model.parameters())
-    kinds = {"no": None, "bf16": torch.bfloat16, "fp16": torch.float16}
-    kind = kinds[accelerator.mixed_precision]
-    autocast = (accelerator.device.type, kind) if kind else None
-    if kind:
+    dtypes = {"no": None, "bf16": torch.bfloat16, "fp16": torch.float16}
+    dtype = dtypes[accelerator.mixed_precision]
+    autocast = (accelerator.device.type, dtype) if dtype else None
+    if dtype:
         for p in model.parameters():
-            if p.requires_grad and p.dtype != torch.float32:  # what the optimizer steps
+            if p.requires_grad and p.dtype != torch.float32:  # for the optimizer
                 p.data = p.data.float()
-    # without an output_dtype: of what a loss returns, bf16 would keep 3 digits
-    block_policy = MixedPrecisionPolicy(kind, torch.float32 if kind else None)
-    # the root's inputs are a batch: targets and weights of items stay as they are
-    root_policy = MixedPrecisionPolicy(kind, block_policy.reduce_dtype, cast_forward_inputs=False)
+    # without an output_dtype: bf16 would keep only 3 digits of what a loss returns
+    block_policy = MixedPrecisionPolicy(dtype, torch.float32 if dtype else None)
+    # the root's input is a batch: targets and weights of items keep their dtype
+    root_policy = MixedPrecisionPolicy(dtype, block_policy.reduce_dtype, cast_forward_inputs=False)
     sizes: Any = accelerator.parallelism_config
     mesh: Any = accelerator.torch_device_mesh
     with warnings.catch_warnings():
-        # torch, on every rank, of the mesh of the shards
+        # torch warns on every rank about the mesh of the shards
         warnings.filterwarnings("ignore", message="Slicing a flattened dim from root mesh")
         mesh = mesh and mesh[tuple(sizes.fsdp_dim_names)]
     options = {"mesh": mesh, "offload_policy": plugin.cpu_offload}
@@ -200,30 +198,30 @@ def wrap_for_sharding(
     block_list = blocks(config.recipe, model)
     compile_blocks_in_place(accelerator, wrapper, config)
     reshard = plugin.reshard_after_forward
-    # torch's BatchNorm takes weights and statistics of one type, and the statistics are float32
-    whole = MixedPrecisionPolicy(cast_forward_inputs=False)
-    for norm in [m for m in model.modules() if kind and isinstance(m, _BatchNorm) and m.affine]:
-        fully_shard(norm, reshard_after_forward=reshard, mp_policy=whole, **options)
+    # torch's BatchNorm needs weights and statistics of one dtype, and the statistics are float32
+    norm_policy = MixedPrecisionPolicy(cast_forward_inputs=False)
+    for norm in [m for m in model.modules() if dtype and isinstance(m, _BatchNorm) and m.affine]:
+        fully_shard(norm, reshard_after_forward=reshard, mp_policy=norm_policy, **options)
     for block in block_list:
         fully_shard(block, reshard_after_forward=reshard, mp_policy=block_policy, **options)
-    # the backward pass needs the root immediately
+    # not resharded, since the backward pass needs the root first
     fully_shard(wrapper, reshard_after_forward=False, mp_policy=root_policy, **options)
     if is_on_meta:
         is_offloaded = isinstance(plugin.cpu_offload, CPUOffloadPolicy)
-        place = torch.device("cpu") if is_offloaded else accelerator.device
-        allocate(wrapper, place)
+        device = torch.device("cpu") if is_offloaded else accelerator.device
+        allocate(wrapper, device)
         if weights is not None:
             fill(model, weights, accelerator.device)
     parameters = dict(model.named_parameters())
-    for group, named in zip(optimizer.param_groups, groups, strict=True):
-        group["params"] = [parameters[name] for name in named]
+    for group, group_names in zip(optimizer.param_groups, groups, strict=True):
+        group["params"] = [parameters[name] for name in group_names]
     return wrapper
 
 
 def model_for_sharding(
     accelerator: Accelerator, config: Config, data_info: dict[str, Any]
 ) -> RecipeModule:
-    """Return a sharded model for evaluation, whose shards are to be filled in."""
+    """Return a sharded model for evaluation; the caller fills its shards."""
     build_whole = partial(build_model, config, data_info)
     model, _ = build_for_sharding(accelerator, build_whole, config)
     no_state = torch.optim.SGD(model.parameters())
@@ -237,11 +235,11 @@ def build_for_sharding(
 ) -> tuple[nn.Module, dict[str, Tensor]]:
     """Build a model whose parameters are on the meta device. Called by every rank.
 
-    Rank 0's modules are copied by pickle, so a recipe's build_model may compute with values or read
-    weights: only rank 0 calls it. Where a module cannot be pickled, every rank calls it.
+    Only rank 0 calls the recipe's build_model, which may read weights or compute with values, and
+    the others get its modules by pickle. If a module cannot be pickled, every rank calls it.
 
     Args:
-        accelerator: of this process.
+        accelerator: this process's Accelerator.
         build_whole: builds the model on the CPU.
 
     Returns:
@@ -254,7 +252,7 @@ def build_for_sharding(
         built.append((model, take_weights(model)))
         try:
             return pickle.dumps(model), {}
-        except Exception as error:  # a class or a function without a name of its own
+        except Exception as error:  # such as for a lambda or a local class
             logger.warning(
                 "the model cannot be sent to the other ranks (%s), so each builds all of it in host"
                 " memory; define its classes and functions at the top of a module.",
@@ -294,7 +292,7 @@ def take_weights(model: nn.Module) -> dict[str, Tensor]:
 def _apply(model: nn.Module, function: Callable[[Tensor], Tensor]) -> None:
     """Replace parameters in place, as the same objects: tied weights stay tied.
 
-    By modules' own `_apply`: torch's recurrent layers hold weak references to their weights.
+    It calls the modules' `_apply`: torch's recurrent layers hold weak references to their weights.
     """
     before = torch.__future__.get_swap_module_params_on_conversion()
     torch.__future__.set_swap_module_params_on_conversion(True)
@@ -304,12 +302,12 @@ def _apply(model: nn.Module, function: Callable[[Tensor], Tensor]) -> None:
         torch.__future__.set_swap_module_params_on_conversion(before)
 
 
-def allocate(model: nn.Module, place: torch.device) -> None:
+def allocate(model: nn.Module, device: torch.device) -> None:
     """Allocate the parameters of this rank, which are on the meta device, without values.
 
-    As nn.Module.to_empty does, but that one would empty the buffers too, and untie weights.
+    nn.Module.to_empty would empty the buffers too, and untie weights.
     """
-    _apply(model, lambda t: torch.empty_like(t, device=place) if t.is_meta else t)
+    _apply(model, lambda t: torch.empty_like(t, device=device) if t.is_meta else t)
 
 
 @torch.no_grad()
@@ -317,10 +315,10 @@ def fill(model: nn.Module, weights: dict[str, Tensor], device: torch.device) -> 
     """Fill the shards of all ranks with rank 0's weights. Called by every rank.
 
     Args:
-        model: sharded.
+        model: the sharded model.
         weights: as returned by `build_for_sharding`; emptied, so that rank 0's host memory is freed
             on the way.
-        device: on which ranks communicate.
+        device: the device on which ranks communicate.
     """
     for name, parameter in model.named_parameters():
         assert isinstance(parameter, DTensor)

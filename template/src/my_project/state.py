@@ -50,10 +50,10 @@ class StepReport(NamedTuple):
     own_loss_sum: float  # of this rank alone
     loss_sum: float
     num_items: float  # examples or tokens, as the recipe counts them
-    stop_votes: float  # ranks that have been asked to stop
-    save_votes: float  # 1 if a save is due by the clock of rank 0
-    scalars: dict[str, float]  # sums of the recipe's, by name
-    own_seconds: float = 0.0  # of this rank, until the step needs the other ranks
+    stop_votes: float  # number of ranks that have been asked to stop
+    save_votes: float  # 1 if a save by time is due on rank 0
+    scalars: dict[str, float]  # sums of the recipe's scalars, by name
+    own_seconds: float = 0.0  # of this rank, until it needs the other ranks
 
     @property
     def is_skipped(self) -> bool:
@@ -90,14 +90,14 @@ class TrainState:
         return dataclasses.asdict(self)
 
     def restore(self, saved: dict[str, Any], config: Config) -> None:
-        """Take the fields of a checkpoint, but for a best value of another metric."""
+        """Restore the fields of a checkpoint, except a best value of another metric."""
         for f in dataclasses.fields(self):
             value, before = saved.get(f.name), getattr(self, f.name)
             is_number = isinstance(before, NUMBER)
             if not isinstance(value, NUMBER if is_number else type(before)):
                 raise ConfigError(f"a checkpoint's state has {f.name} {value!r}: it is damaged.")
             setattr(self, f.name, value)
-        if self.best_of not in ("", best_of(config)):  # "": there has been no best
+        if self.best_of not in ("", best_criterion(config)):  # "": no best value yet
             self.best = None
             self.evaluations_since_best = 0
 
@@ -119,23 +119,23 @@ class TrainState:
             for name, value in report.scalars.items():
                 self.interval_scalars[name] = self.interval_scalars.get(name, 0.0) + value
         else:
-            text = "step %d: the loss is %s, its gradient is finite; the records leave it out"
+            text = "step %d: the loss is %s, but its gradient is finite; the records omit this loss"
             logger.warning(text, report.step + 1, report.loss_sum)
 
-    def check_skipped(self, report: StepReport, most: int) -> None:
-        """Check that fewer steps than `most` were skipped in a row, up to the last one.
+    def check_skipped(self, report: StepReport, limit: int) -> None:
+        """Check that fewer than `limit` steps in a row were skipped, up to the last one.
 
         Raises:
-            NotFiniteError: on all ranks.
+            NotFiniteError: `limit` or more were skipped; raised on all ranks.
         """
         step, loss, in_a_row = report.step + 1, report.own_loss_sum, self.consecutive_skipped_steps
-        if in_a_row < most:
+        if in_a_row < limit:
             return
         has_items = report.num_items != 0
         problem = "gradient was not finite" if has_items else "recipe's loss returned num_items 0"
         raise NotFiniteError(
             f"the {problem} in {in_a_row} steps in a row, up to step {step}; the loss on this rank"
-            f" is {loss} (optim.max_skipped_steps is {most}): check the data and labels, or lower"
+            f" is {loss} (optim.max_skipped_steps is {limit}): check the data and labels, or lower"
             " optim.lr",
             skipped_from=step + 1 - in_a_row,
             skipped_to=step,
@@ -173,7 +173,7 @@ class TrainState:
         )
         if is_better:
             self.best = value
-            self.best_of = best_of(config)
+            self.best_of = best_criterion(config)
             self.best_step = self.step
         self.evaluations_since_best = 0 if is_better else self.evaluations_since_best + 1
         is_plateau = not is_better and config.optim.schedule == "plateau"
@@ -202,8 +202,8 @@ class TrainState:
             )
 
 
-def best_of(config: Config) -> str:
-    """Return the mode and the name of the metric by which the config chooses the best weights."""
+def best_criterion(config: Config) -> str:
+    """Return mode and name of the metric by which the config chooses the best weights."""
     return f"{config.evaluation.best_mode} {config.evaluation.best_metric}"
 
 

@@ -1,18 +1,18 @@
 """Exact running statistics of BatchNorm: those of one process that sees all micro-batches in order.
 
 torch moves the running statistics r at each call of a layer, to (1 - m) r + m s: m is the layer's
-momentum, s are the statistics of the micro-batch. On several ranks each would have its own, and
-move them once for each of its own micro-batches. But all of it is linear: after the micro-batches
+momentum, s are the statistics of the micro-batch. On several ranks, each would have its own r, and
+move it once for each of its own micro-batches. But the update is linear: after the micro-batches
 0 to n - 1 of a step, r is (1 - m)^n r + sum_k (1 - m)^(n - 1 - k) m s_k. So each micro-batch begins
-with the r that the step began with. What torch leaves there, less (1 - m) r, is m s_k. Each rank
+with the r that the step began with. What torch leaves there, minus (1 - m) r, is m s_k. Each rank
 sums these parts with their weights, and the sums are part of the step's all-reduce. One process
 leaves the statistics to torch. A step that is skipped leaves them as they were.
 
 This is exact where all micro-batches of a step call a layer equally often. Where some call it more
 often than others, or not at all, a part's weight assumes that later micro-batches call the layer as
 often as its own, and the weights are normalized: an average that is the same for any number of
-processes above one. Layers of which no call is counted keep what the recipe or torch has left.
-Not in here: SyncBatchNorm, InstanceNorm, and layers with momentum None, whose average is of all
+processes above one. A layer without a counted call keeps what the recipe or torch has left in it.
+Not handled here: SyncBatchNorm, InstanceNorm, and layers with momentum None, which average over all
 calls.
 """
 
@@ -53,7 +53,7 @@ class RunningStatistics:
         layout: BatchLayout,
         reader: DelayedReader,
     ) -> None:
-        """Prepare; from here on, DDP no longer broadcasts the statistics of rank 0."""
+        """Prepare, and stop DDP from broadcasting the statistics of rank 0."""
         self.reader = reader
         device = accelerator.device
         self.dtype = dtype_of_sums(device)
@@ -61,21 +61,21 @@ class RunningStatistics:
         self.layers = layers
         self.layout = layout
         self.rank = accelerator.process_index
-        self.number = self.rank  # of the next micro-batch of this rank, counted over all ranks
+        self.micro_batch = self.rank  # the next one of this rank, numbered over all ranks
         self.buffers = [b for layer in layers for b in (layer.running_mean, layer.running_var)]
         self.counters = [layer.num_batches_tracked for layer in layers]
         self.sizes = [len(buffer) for buffer in self.buffers]
         lengths = torch.tensor(self.sizes).view(-1, 2).sum(1)
-        self.layer_of = torch.arange(len(layers)).repeat_interleave(lengths).to(device)  # (C,)
-        self.part_sizes = [len(self.layer_of), len(layers), len(layers)]
-        # several ranks: of the step's micro-batches so far, weighted statistics (C,), weights (L,)
-        # and calls (L,), behind the sums of the step, by whose all-reduce they are summed
+        self.layer_indices = torch.arange(len(layers)).repeat_interleave(lengths).to(device)  # (C,)
+        self.part_sizes = [len(self.layer_indices), len(layers), len(layers)]
+        # with several ranks, of this step's micro-batches so far: weighted statistics (C,), weights
+        # (L,) and calls (L,); they follow the step's sums, and share their all-reduce
         self.has_parts = layout.world_size > 1
         if self.has_parts:
             reader.make_room(sum(self.part_sizes))
         self.momenta: list[float] = []
         if isinstance(model, DistributedDataParallel):
-            # a frozen layer may be a copy that the recipe writes: DDP broadcasts it as before
+            # still broadcast: frozen layers, which may be copies that the recipe writes
             moving = {id(b) for layer in layers if layer.training for b in layer.buffers()}
             named = model.module.named_buffers()
             model.parameters_to_ignore |= {name for name, b in named if id(b) in moving}
@@ -83,20 +83,18 @@ class RunningStatistics:
 
     def forward(self, *arguments: Any) -> Any:
         """Call the model with a micro-batch, and add its part of the statistics."""
-        if self.number == self.rank:  # the first of a step
+        if self.micro_batch == self.rank:  # the first of a step
             self.before = self.start = self._read()
         else:
             self._write(*self.start)
         returned = self.model(*arguments)
-        # read here, since a forward that the backward pass computes again would count twice
+        # read now: the backward pass may compute the forward again, which must not count
         statistics, calls = self._read()
-        if self.number >= self.layout.micro_batches:
-            pass  # repeated
-        elif self.has_parts:
-            self._add(self.reader.current.rest, statistics, calls)
-        else:
+        if not self.has_parts:
             self.start = statistics, calls
-        self.number += self.layout.world_size
+        elif self.micro_batch < self.layout.micro_batches:  # not a repeat of the first
+            self._add(self.reader.current.rest, statistics, calls)
+        self.micro_batch += self.layout.world_size
         return returned
 
     def finish(self, sums: StepSums, norm: Tensor | float) -> None:
@@ -105,27 +103,27 @@ class RunningStatistics:
         after, calls = self.start
         if self.has_parts:
             parts, weights, added = sums.rest.split(self.part_sizes)
-            mean = parts / weights[self.layer_of]
-            moved = torch.lerp(after, mean, 1 - self._decay(added)[self.layer_of])
-            after = torch.where((weights > 0)[self.layer_of], moved, after)
+            mean = parts / weights[self.layer_indices]
+            moved = torch.lerp(after, mean, 1 - self._decay(added)[self.layer_indices])
+            after = torch.where((weights > 0)[self.layer_indices], moved, after)
             calls = calls + added.long()
         is_finite = torch.as_tensor(norm, device=calls.device).isfinite()
         moves = is_finite | (calls == calls_before)
-        after = torch.where(moves[self.layer_of], after, before)
+        after = torch.where(moves[self.layer_indices], after, before)
         self._write(after, torch.where(moves, calls, calls_before))
-        self.number = self.rank
+        self.micro_batch = self.rank
 
     def _add(self, parts: Tensor, statistics: Tensor, calls: Tensor) -> None:
         """Add a micro-batch's part to those of this rank."""
         before, calls_before = self.start
         calls = calls - calls_before
-        # without a call, it is the recipe that has written there
-        before = torch.where((calls == 0)[self.layer_of], statistics, before)
+        # without a call, the recipe has written the statistics
+        before = torch.where((calls == 0)[self.layer_indices], statistics, before)
         self.start = before, calls_before
         decay = self._decay(calls)
-        weight = decay ** (self.layout.micro_batches - 1 - self.number)
-        part = statistics - decay[self.layer_of] * before
-        parts += torch.cat([part * weight[self.layer_of], weight * (1 - decay), calls])
+        weight = decay ** (self.layout.micro_batches - 1 - self.micro_batch)
+        part = statistics - decay[self.layer_indices] * before
+        parts += torch.cat([part * weight[self.layer_indices], weight * (1 - decay), calls])
 
     def _read(self) -> tuple[Tensor, Tensor]:
         """Return copies of the statistics (C,) and of the number of calls (L,)."""
@@ -139,7 +137,7 @@ class RunningStatistics:
     def _decay(self, calls: Tensor) -> Tensor:
         """Return how much of the statistics is left after so many calls of each layer."""
         momenta = [layer.momentum for layer in self.layers]
-        if momenta != self.momenta:  # a recipe may change them; a copy to a GPU waits for it
+        if momenta != self.momenta:  # a recipe may change them; a copy to a GPU makes the host wait
             self.momenta = momenta
             self.kept = 1 - torch.tensor(momenta, dtype=self.dtype, device=calls.device)
         return self.kept**calls

@@ -1,4 +1,4 @@
-"""The step's all-reduce of scalars, and reading its result one step late."""
+"""All-reduce the sums of a step, and read the result one step late."""
 
 import math
 import time
@@ -18,15 +18,15 @@ GRAD_NORM, OWN_LOSS, LOSS, ITEMS, STOP_VOTES, SAVE_VOTES = range(6)  # in the or
 
 
 def dtype_of_sums(device: torch.device) -> torch.dtype:
-    """Return the type of the sums on a device."""
-    return torch.float32 if device.type == "mps" else torch.float64  # which MPS lacks
+    """Return the dtype of the sums on a device."""
+    return torch.float32 if device.type == "mps" else torch.float64  # MPS has no float64
 
 
 class StepSums:
     """The sums of one step over its micro-batches and, by one all-reduce, over all ranks.
 
-    They are one tensor, in the order of StepReport's fields. The scalars of a recipe, which only
-    its first loss names, follow, then what no host reads (DelayedReader.make_room).
+    They are one tensor: first the fields of StepReport in order, then the recipe's scalars, whose
+    names are known after its first loss, then numbers that no host reads (DelayedReader.make_room).
     """
 
     def __init__(self, accelerator: Accelerator) -> None:
@@ -34,16 +34,16 @@ class StepSums:
         device = accelerator.device
         self.world_size = accelerator.num_processes
         self.work: Any = None
-        self.began = self.ready = 0.0  # timestamps: the step begins, this rank needs the others
+        self.began = self.ready = 0.0  # timestamps: the step begins; this rank needs the others
         self.allocate(torch.zeros(6, dtype=dtype_of_sums(device), device=device))
 
     def allocate(self, memory: Tensor, names: tuple[str, ...] = ()) -> None:
-        """Use a tensor of zeros, for the scalars of these names too."""
+        """Keep the sums in a tensor of zeros that has room for the scalars of these names."""
         self.tensor = memory
         self.over_all_ranks = memory[LOSS:]
         self.numbers = memory[: 6 + len(names)]
         self.rest = memory[6 + len(names) :]
-        # on a CPU the same memory as numbers: a kernel for a scalar takes longer than all sums
+        # on a CPU, Python numbers in the same memory: one kernel would take longer than all sums
         self.sums: Any = self.numbers.numpy().data if memory.is_cpu else [*self.numbers.unbind()]
         self.indices = {name: index for index, name in enumerate(names, SAVE_VOTES + 1)}
 
@@ -68,8 +68,8 @@ class StepSums:
         self.add_to(ITEMS, num_items)
         if scalars.keys() != self.indices.keys():
             raise ConfigError(
-                f"loss returned the scalars {sorted(scalars)}, and in the first step of this start"
-                f" {sorted(self.indices)}; return the same names each time, with 0.0 where there"
+                f"loss returned the scalars {sorted(scalars)}, but {sorted(self.indices)} in the"
+                f" first step of this start; return the same names each time, with 0.0 where there"
                 " is nothing to add."
             )
         for name, value in scalars.items():
@@ -78,7 +78,7 @@ class StepSums:
     def start_all_reduce(self, wants_stop: bool, wants_save: bool) -> None:
         """Start the all-reduce of sums and votes; on a GPU it overlaps with the backward pass."""
         self.ready = timestamp(self.tensor)
-        if wants_stop or wants_save:  # rare: almost no step launches these kernels
+        if wants_stop or wants_save:  # rarely, so almost no step launches these kernels
             self.add_to(STOP_VOTES, wants_stop)
             self.add_to(SAVE_VOTES, wants_save)
         self.add_to(OWN_LOSS, self.sums[LOSS])
@@ -92,7 +92,7 @@ class StepSums:
 
     @property
     def num_items(self) -> Tensor | float:
-        """The items to divide by: on a CPU a number, since nothing waits; NaN for 0."""
+        """The items to divide by, on a CPU as a number, since it is there already; NaN for 0."""
         return (self.sums[ITEMS] or math.nan) if self.tensor.is_cpu else self.sums[ITEMS]
 
 
@@ -113,7 +113,7 @@ def seconds_between(began: Any, ended: Any) -> float:
 
 
 class HostCopy:
-    """A copy of a tensor on its way to the host; on a GPU nothing waits until it is read."""
+    """An asynchronous copy of a tensor to the host: only reading it waits for a GPU."""
 
     def __init__(self, tensor: Tensor) -> None:
         self.tensor = tensor
@@ -149,11 +149,11 @@ class DelayedReader:
         agree(self.accelerator, {"what loss returns": names})
         for sums in self.both if names else ():
             memory = sums.tensor.new_zeros(len(sums.tensor) + len(names))
-            memory[6 + len(names) :] = sums.rest  # of the forward that has just named them
+            memory[6 + len(names) :] = sums.rest  # from the forward that has just named the scalars
             sums.allocate(memory, names)
 
     def make_room(self, size: int) -> None:
-        """Make room for numbers that all ranks sum and no host reads, as those of statistics.py."""
+        """Make room for numbers that are summed over ranks but not read, as by statistics.py."""
         for sums in self.both:
             sums.allocate(sums.tensor.new_zeros(len(sums.tensor) + size))
 
@@ -173,9 +173,9 @@ class DelayedReader:
         """Start to copy a step's sums to the host; return the report of the step before."""
         sums.add_to(GRAD_NORM, grad_norm)
         copy = HostCopy(sums.numbers)
-        before = self.flush()
+        previous = self.flush()
         self.pending = (step, copy, sums.began, sums.ready)
-        return before
+        return previous
 
     def flush(self) -> StepReport | None:
         """Return the report of the step that has not been read yet, if there is one."""

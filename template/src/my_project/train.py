@@ -1,4 +1,4 @@
-"""Train a recipe: a run from its start to its end, and the order of everything in a step.
+"""Train a recipe: a whole run from start to end, with every operation of a step in order.
 
 accelerate launch --config_file accelerate_configs/cpu_2_processes.yaml \
     -m my_project.train --config configs/image_classification.yaml --optim.lr 3e-3
@@ -57,7 +57,7 @@ from .watchdog import Watchdog
 
 @dataclass
 class Votes:
-    """What the ranks have agreed on, by the votes in the all-reduce of each step."""
+    """What the ranks have agreed to do, by their votes in the all-reduce of each step."""
 
     stop: bool = False
     save: bool = False  # by time, see Checkpoints.is_due_by_time
@@ -71,15 +71,15 @@ class Training:
     config: Config
     accelerator: Accelerator
     layout: BatchLayout  # how a global batch is divided
-    passes: list[tuple[int, bool]]  # of this rank in a step: micro-batch, whether it has no weight
+    passes: list[tuple[int, bool]]  # of this rank in a step: (micro-batch, is it a repeat)
     data_info: dict[str, Any]  # from the recipe's prepare_data
     validation_sets: dict[str, Any]  # by name
     batches: Any  # the micro-batches of this rank
     model: nn.Module  # the recipe's
     wrapped_model: Any  # in DDP or FSDP2, autocast and torch.compile
-    eval_model: Any  # without DDP, since batches of an evaluation are ragged
-    forward: Callable[..., Any]  # what training calls: wrapped_model, or what wraps it
-    parameters: list[nn.Parameter]  # that are trained
+    eval_model: Any  # without DDP: the ranks' batches differ in number and size
+    forward: Callable[..., Any]  # called in training: wrapped_model, or a method around it
+    parameters: list[nn.Parameter]  # those with requires_grad
     optimizer: torch.optim.Optimizer
     scaler: Any  # the GradScaler of fp16, or None
     ema: EMA | None
@@ -105,13 +105,13 @@ def main(config: Config) -> int:
     Raises:
         ConfigError: an error that the user can fix.
     """
-    # before any process group: what can be refused is refused here
+    # refuse all that can be refused before there is a process group
     world_size, rank = world()
     layout = batch_layout(config.batches, world_size)
     check_launch(config)
     check_outputs(config)
     contract.check_recipe(config)
-    fetch_from_mirror(config)  # what a machine that is gone has saved
+    fetch_from_mirror(config)  # the checkpoints of a machine that is gone
     run = Run(config, rank)
     data_info = prepare_data(config)
     with Watchdog(run):
@@ -150,7 +150,7 @@ def build(
     Args:
         run: the run folder.
         layout: how a global batch is divided.
-        accelerator: of this process.
+        accelerator: this process's Accelerator.
         stop: the request to stop this run.
         data_info: from the recipe's prepare_data.
         train_set: a dataset or a stream.
@@ -185,10 +185,10 @@ def build(
         run.write_status("running")
 
     steps = range(state.step, run.total_steps)
-    batches_of: Any = IndexedBatches
+    make_batches: Any = IndexedBatches
     if is_stream(train_set):
-        batches_of = partial(StreamBatches, states=state.stream_states)
-    batches = batches_of(config, train_set, layout, steps, accelerator)
+        make_batches = partial(StreamBatches, states=state.stream_states)
+    batches = make_batches(config, train_set, layout, steps, accelerator)
     wrapped.train()
     sums = DelayedReader(accelerator)
     forward: Callable[..., Any] = wrapped
@@ -231,30 +231,30 @@ def train(t: Training) -> str:
         Why the run has ended; "" where it was asked to stop.
     """
     run, state, votes = t.run, t.state, t.votes
-    if state.evaluation_is_due(run):  # saved, but stopped or killed before its results
+    if state.evaluation_is_due(run):  # the last start ended between the save and the results
         evaluate_and_record(t)
     elif state.step == 0:
-        look_before_first_step(t)
+        check_before_first_step(t)
     t.checks.watch(t.eval_model)
     end_reason = state.end_reason(run)
     micro_batches = t.recorder.timed(t.batches)
     while not (end_reason or votes.stop):
         train_step(t, micro_batches)
 
-        # save, then evaluate, so that a failure there loses no step
+        # save before evaluating, so that a failed evaluation loses no step
         evaluation_due = state.evaluation_is_due(run)
         save_due = is_due(t.config.checkpoints.every_steps, state.step)
         save_due |= state.step == run.total_steps
         if save_due or evaluation_due or votes.stop or votes.save:
             observe(t, t.sums.flush())  # the checkpoint counts this step too
-            # by time, not while steps are skipped: the weights may be of no use
+            # no save by time while steps are skipped: the weights may be useless
             save_due |= votes.stop or (votes.save and not state.consecutive_skipped_steps)
             if save_due:
                 save(t)
             if evaluation_due and not votes.stop:  # otherwise the next start evaluates
                 evaluate_and_record(t)
             end_reason = state.end_reason(run)
-            if end_reason and not save_due:  # early stopping, where no save was due
+            if end_reason and not save_due:  # early stopping, at a step without a save
                 save(t)
     return end_reason
 
@@ -265,34 +265,34 @@ def train_step(t: Training, micro_batches: Iterator[Any]) -> None:
     step, recipe = state.step, config.recipe
     optim.set_learning_rate(t.optimizer, step, t.run.total_steps, config.optim, state.lr_reductions)
     sums = t.sums.begin()
-    for j, (micro_batch, has_no_weight) in enumerate(t.passes):
+    for j, (micro_batch, is_repeated) in enumerate(t.passes):
         batch = next(micro_batches)
-        # dropout follows from (seed, step, micro-batch)
+        # dropout depends on (seed, step, micro-batch) only
         seed_forward(config.seed, step, micro_batch, t.accelerator.device)
         is_last = j == len(t.passes) - 1
         with parallel.gradient_sync(t.wrapped_model, is_last=is_last):
-            # recipe.loss(t.model, batch, step), in the forward that DDP, FSDP2, autocast and
-            # torch.compile have wrapped
+            # recipe.loss(t.model, batch, step), called in the forward that DDP, FSDP2, autocast
+            # and torch.compile wrap
             returned = t.forward(recipe.loss, batch, step)
             if step == t.first_step and j == 0:
                 t.sums.set_names(contract.check_loss(recipe, returned))
             t.checks.after_forward(step)
-            if has_no_weight:  # repeated, since ranks need equally many passes
-                returned = contract.without_weight(returned)
+            if is_repeated:  # since every rank needs the same number of passes
+                returned = contract.with_zero_weight(returned)
             loss_sum, num_items, *scalars = returned
             sums.add(loss_sum, num_items, *scalars)
-            if is_last:  # the sums' all-reduce overlaps with the last backward
+            if is_last:  # the all-reduce of the sums overlaps with the last backward
                 sums.start_all_reduce(t.stop.requested, t.checkpoints.is_due_by_time)
-            # not accelerator.backward, which divides by an accumulation of its own
+            # not accelerator.backward, which divides by its own gradient_accumulation_steps
             (t.scaler.scale(loss_sum) if t.scaler else loss_sum).backward()
     sums.wait()
     if t.scaler:
         t.scaler.unscale_(t.optimizer)
     parallel.refuse_unused(t.wrapped_model)
-    # undo the average of DDP or FSDP2, and divide by the items of all micro-batches of all ranks:
-    # the gradient of the mean loss per item
+    # undo the average of DDP or FSDP2, and divide by the items of all micro-batches of all ranks,
+    # which gives the gradient of the mean loss per item
     normalizer = t.layout.world_size / sums.num_items
-    norm = optim.normalize_and_clip_(  # a list kept here would keep the gradients
+    norm = optim.normalize_and_clip_(  # a local list would keep the gradients alive
         optim.gradients(t.parameters), normalizer, config.optim.clip_norm
     )
     optim.step_if_finite(t.optimizer, norm)  # scaler.step would wait for the device
@@ -300,12 +300,12 @@ def train_step(t: Training, micro_batches: Iterator[Any]) -> None:
         t.statistics.finish(sums, norm)
     if t.scaler:
         t.scaler.update()
-    t.optimizer.zero_grad()  # zeros in DDP's buckets: parallel.keep_gradients_in_buckets
+    t.optimizer.zero_grad()  # zeros in DDP's buckets: see parallel.keep_gradients_in_buckets
     if t.ema:
         t.ema.update()  # also after a skipped step
-    state.step = t.run.step = step + 1  # steps done; a skipped one counts
+    state.step = t.run.step = step + 1  # skipped steps count too
     t.recorder.step_ended(step)
-    observe(t, t.sums.push(step, sums, norm))  # the step before: the device has done it
+    observe(t, t.sums.push(step, sums, norm))  # of step - 1, which the device has finished
     t.run.note_progress(is_step=True)
     t.checks.after_step(step)
     if step < t.first_step + 2:
@@ -313,7 +313,7 @@ def train_step(t: Training, micro_batches: Iterator[Any]) -> None:
 
 
 def observe(t: Training, report: StepReport | None) -> None:
-    """Count a finished step; None: the first step of a start has none before it."""
+    """Count a finished step; the report is None when no step has finished since the last one."""
     if report:
         t.votes.stop |= report.stop_votes > 0
         t.votes.save |= report.save_votes > 0
@@ -330,14 +330,14 @@ def save(t: Training) -> None:
     with t.recorder.paused("saving"):
         t.checks.at_save()
         t.checkpoints.save(t.state)
-        if t.state.step == t.run.total_steps:  # on the disk before the last evaluation
+        if t.state.step == t.run.total_steps:  # it must be on disk before the last evaluation
             t.checkpoints.wait()
             t.accelerator.wait_for_everyone()
-    t.votes.save = False  # a save of any kind restarts the clock
+    t.votes.save = False  # every save restarts the clock of the saves by time
 
 
-def look_before_first_step(t: Training) -> None:
-    """Let a mistake in an evaluation or in the recipe end the run before it has trained."""
+def check_before_first_step(t: Training) -> None:
+    """Try an evaluation and check the recipe, so that a mistake ends the run before it trains."""
     t.run.note_progress()
     with t.recorder.paused("evaluation"):
         if t.config.evaluation.sanity_check:
@@ -347,7 +347,7 @@ def look_before_first_step(t: Training) -> None:
 
 @contextmanager
 def evaluated_weights(t: Training) -> Iterator[None]:
-    """Put the weights that are evaluated and exported in place of the trained ones."""
+    """Replace the trained weights by those to evaluate and export, for the block."""
     with ExitStack() as stack:
         stack.enter_context(optim.evaluated_view(t.optimizer))
         if t.ema:
@@ -388,7 +388,7 @@ def finish(t: Training, end_reason: str) -> int:
     state.check_trained()
     with evaluated_weights(t):
         exporting.export(run, t.data_info, t.model, checkpoints)
-    t.accelerator.wait_for_everyone()  # if an export hangs, reports must not blame exited ranks
+    t.accelerator.wait_for_everyone()  # if an export hangs, no report may blame a rank that exited
     checkpoints.check("checkpoint", "best", "export")
     if run.rank == 0:
         result = state.results | t.recorder.of_run()

@@ -22,12 +22,12 @@ class BatchLayout:
 
     @property
     def micro_batch_size(self) -> int:
-        """Samples of the largest micro-batch: a forward pass on a rank."""
+        """Samples of the largest micro-batch, which is one forward pass on a rank."""
         return -(-self.global_batch_size // self.micro_batches)
 
     @property
     def accumulation(self) -> int:
-        """Micro-batches per step on a rank, with one that it may repeat."""
+        """Micro-batches per step on a rank, including one that it may repeat."""
         return -(-self.micro_batches // self.world_size)
 
     @property
@@ -37,30 +37,30 @@ class BatchLayout:
 
     @property
     def is_uneven(self) -> bool:
-        """Whether micro-batches differ in size, or ranks in the number that they have."""
+        """Whether micro-batches differ in size, or ranks in their number of micro-batches."""
         passes = self.accumulation * self.world_size
         return self.global_batch_size != self.micro_batch_size * passes
 
     def __str__(self) -> str:
-        """Describe it in words."""
+        """Describe the layout in words."""
         size, accumulation = self.micro_batch_size, f"accumulation {self.accumulation}"
-        total, on = f"global batch {self.global_batch_size}", processes(self.world_size)
+        total, ranks = f"global batch {self.global_batch_size}", processes(self.world_size)
         if not self.is_uneven:
-            return f"{total} = micro-batch {size} x {on} x {accumulation}"
+            return f"{total} = micro-batch {size} x {ranks} x {accumulation}"
         idle = f", idle {self.idle_share:.0%}" if self.idle_share else ""
         number = f"{self.micro_batches} micro-batches of at most {size}"
-        return f"{total} = {number} on {on}, {accumulation}{idle}"
+        return f"{total} = {number} on {ranks}, {accumulation}{idle}"
 
     def is_repeated(self, j: int, rank: int) -> bool:
-        """Return whether the micro-batch j of a rank is its first again, and has no weight."""
+        """Return whether pass j of a rank repeats its first micro-batch, with weight 0."""
         return j * self.world_size + rank >= self.micro_batches
 
     def micro_batch(self, j: int, rank: int) -> int:
-        """Return the number of micro-batch j of a rank, counted over all ranks."""
+        """Return which micro-batch pass j of a rank takes, numbered over all ranks."""
         return rank if self.is_repeated(j, rank) else j * self.world_size + rank
 
     def passes(self, rank: int) -> list[tuple[int, bool]]:
-        """Return the number of each micro-batch of a rank in a step, and whether it is repeated."""
+        """Return (micro-batch, whether it is a repeat) for each pass of a rank in a step."""
         rounds = range(self.accumulation)
         return [(self.micro_batch(j, rank), self.is_repeated(j, rank)) for j in rounds]
 
@@ -73,29 +73,32 @@ class BatchLayout:
 
 
 def max_processes(config: BatchesConfig) -> int:
-    """Return how many processes a global batch has work for: its micro-batches, or its samples."""
+    """Return the maximum number of processes: one per micro-batch, or per sample."""
     return -(-config.global_batch_size // (config.micro_batch_size or 1))
 
 
 def batch_layout(config: BatchesConfig, world_size: int) -> BatchLayout:
-    """Divide the global batch, or refuse with the arithmetic.
+    """Divide the global batch into micro-batches.
 
     With a `micro_batch_size` the micro-batches are the same for any number of processes, otherwise
     each process has one.
+
+    Raises:
+        ConfigError: there are fewer micro-batches than processes.
     """
     total, size = config.global_batch_size, config.micro_batch_size
-    if (most := max_processes(config)) < world_size:
+    if (limit := max_processes(config)) < world_size:
         parts = (
-            f"{most} micro-batch{'es' * (most != 1)} of at most {size}"
+            f"{limit} micro-batch{'es' * (limit != 1)} of at most {size}"
             if size
             else f"{total} samples"
         )
         smaller = f", or set batches.micro_batch_size to at most {total // world_size}"
         raise ConfigError(
             f"batches.global_batch_size {total} gives {parts}, fewer than {processes(world_size)}:"
-            f" start at most {most}{smaller if size and total >= world_size else ''}."
+            f" start at most {limit}{smaller if size and total >= world_size else ''}."
         )
-    micro_batches = most if size else world_size
+    micro_batches = limit if size else world_size
     return BatchLayout(global_batch_size=total, micro_batches=micro_batches, world_size=world_size)
 
 
@@ -113,13 +116,13 @@ def lengths(train_set: Any, validation_sets: dict[str, Any]) -> dict[str, int]:
 
 
 def evenly_spaced(data: Any, count: int) -> list[int]:
-    """Return the indices of so many samples of a dataset, or of all that it has."""
+    """Return the indices of `count` evenly spaced samples, or of all if there are fewer."""
     count = min(count, len(data))
     return [i * len(data) // count for i in range(count)]
 
 
 def total_steps(config: Config, train_set: Any, layout: BatchLayout) -> int:
-    """Count the optimizer steps of the whole run; refuse data that makes no global batch."""
+    """Count the optimizer steps of the whole run; refuse less data than a global batch."""
     from .streams import steps_of_stream
 
     if is_stream(train_set):

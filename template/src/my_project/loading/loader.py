@@ -1,4 +1,4 @@
-"""The micro-batches of one rank: fetched, collated, loaded by workers, moved to the device."""
+"""Load the micro-batches of one rank: fetch, collate, and move them to the device."""
 
 import io
 import math
@@ -44,14 +44,14 @@ class IndexedBatches:
         Args:
             config: the run's config.
             data: map-style.
-            layout: the global batch's division.
+            layout: how the global batch is divided.
             steps: the steps to train.
             accelerator: gives this process's rank and device.
         """
         rank, device = accelerator.process_index, accelerator.device
         keys = keys_of(len(data), layout, rank, config.seed, steps)
-        collate, how = optional(config.recipe, "collate"), config.batches.seed_samples
-        fetch = Fetch(data, collate, config.seed, how)
+        collate = optional(config.recipe, "collate")
+        fetch = Fetch(data, collate, config.seed, config.batches.seed_samples)
         loader = make_loader(config.batches, fetch, device, batch_sampler=keys)
         self.batches = on_device(loader, device)
 
@@ -63,8 +63,8 @@ class Fetch:
     """Fetch and collate one micro-batch, with the random state seeded by its samples.
 
     All of it happens in `__getitems__`, which a DataLoader calls once per micro-batch, in a worker
-    or in the training process. There it leaves the random state of the last sample: each forward
-    pass is seeded by itself.
+    or in the training process. There it leaves the random state of the last sample, which does not
+    matter: each forward pass is seeded by itself.
     """
 
     def __init__(
@@ -81,20 +81,20 @@ class Fetch:
         self.data = data
         self.seeds = SampleSeeds(seed, seed_samples)
         self.collate = collate or default_collate
-        # a whole micro-batch in one call, as long as nothing is drawn
-        self.at_once = seed_samples is not True and reads_at_once(data)
-        self.is_of_tensors = collate is None and is_of_tensors(data)  # which draw nothing
+        # read a whole micro-batch in one call, as long as nothing is drawn
+        self.reads_batches = seed_samples is not True and has_getitems(data)
+        self.reads_rows = collate is None and is_tensor_dataset(data)  # which draws nothing
         self.is_first = True
 
     def __getitems__(self, keys: Sequence[tuple[Any, int]]) -> Any:
-        if self.is_of_tensors:
+        if self.reads_rows:
             batch = read_rows(self.data, [index for _, index in keys])
         else:
-            epoch = keys[0][0]  # a micro-batch belongs to one
+            epoch = keys[0][0]  # that of all samples of a micro-batch
             tell_epoch(self.data, epoch if isinstance(epoch, int) else 0, self.seeds.seed)
             batch = self._read(keys)
             if self.seeds.missed_a_draw():
-                self.at_once = False
+                self.reads_batches = False
                 batch = self._read(keys)
         if self.is_first:
             check_sendable(batch)
@@ -102,33 +102,33 @@ class Fetch:
         return batch
 
     def _read(self, keys: Sequence[tuple[Any, int]]) -> Any:
-        if self.at_once:
-            return self.collate(self.data.__getitems__(self.seeds.at_once(keys)))
+        if self.reads_batches:
+            return self.collate(self.data.__getitems__(self.seeds.seed_together(keys)))
         samples = []
-        for index in self.seeds.each(keys):  # a comprehension would be a frame in tracebacks
+        for index in self.seeds.each(keys):  # a comprehension would add a frame to tracebacks
             samples.append(self.data[index])
         return self.collate(samples)
 
 
-def reads_at_once(data: Any) -> bool:
+def has_getitems(data: Any) -> bool:
     """Return whether a dataset has a `__getitems__` that reads several samples in one call."""
-    while isinstance(data, Subset):  # whose own one calls that of its dataset, if there is one
+    while isinstance(data, Subset):  # its __getitems__ calls that of its dataset, if there is one
         data = data.dataset
     return callable(getattr(data, "__getitems__", None))
 
 
 def tell_epoch(data: Any, epoch: int, seed: int) -> None:
-    """Call the `set_epoch` of a dataset, if it has one and was told another epoch last.
+    """Call the `set_epoch` of a dataset, if it has one and was last told another epoch.
 
-    What it draws follows from the epoch. The epoch that it was told is kept with the dataset, which
-    training and evaluations may share, and which each loader worker has a copy of.
+    Random numbers that it draws depend on the epoch. The epoch is kept in the dataset, which
+    training and evaluations may share, and of which each loader worker has a copy.
     """
     if callable(set_epoch := getattr(data, "set_epoch", None)):
-        kept = getattr(data, "__dict__", {})
-        if kept.get("_told_epoch") != epoch:
+        attributes = getattr(data, "__dict__", {})
+        if attributes.get("_told_epoch") != epoch:
             seed_rng(derive_seed(seed, "epoch", epoch))
             set_epoch(epoch)
-            kept["_told_epoch"] = epoch
+            attributes["_told_epoch"] = epoch
     elif isinstance(data, Subset):
         tell_epoch(data.dataset, epoch, seed)
     elif isinstance(data, torch.utils.data.ConcatDataset):
@@ -136,15 +136,15 @@ def tell_epoch(data: Any, epoch: int, seed: int) -> None:
             tell_epoch(part, epoch, seed)
 
 
-def is_of_tensors(data: Any) -> bool:
-    """Return whether a dataset is a TensorDataset, or a Subset of one; subclasses may draw."""
+def is_tensor_dataset(data: Any) -> bool:
+    """Return whether this is a TensorDataset or a Subset of one, not a subclass, which may draw."""
     while type(data) is Subset:
         data = data.dataset
     return type(data) is TensorDataset and all(t.layout is torch.strided for t in data.tensors)
 
 
 def read_rows(data: Any, indices: Sequence[int]) -> list[Tensor]:
-    """Read and collate samples of a dataset of tensors, each tensor by one indexing."""
+    """Read and collate samples of a TensorDataset, by indexing each tensor once."""
     while type(data) is Subset:
         indices = [data.indices[index] for index in indices]
         data = data.dataset
@@ -164,16 +164,16 @@ def number_of_workers(config: BatchesConfig) -> int:
     return min(8, max(0, math.floor(cpus_per_process()) - 1))
 
 
-def make_loader(config: BatchesConfig, data: Any, device: torch.device, **how: Any) -> DataLoader:
-    """Build the DataLoader of data that collates by itself, with the config's options."""
+def make_loader(config: BatchesConfig, data: Any, device: torch.device, **extra: Any) -> DataLoader:
+    """Build the DataLoader of a dataset that collates its batches, with the config's options."""
     workers = number_of_workers(config)
-    if workers and (found := open_file_in(data)):
+    if workers and (name := open_file_in(data)):
         raise ConfigError(
-            f"the dataset has an open file or database ({found}), and its position would be shared"
-            f" by the loader workers of each process ({workers}), which then read samples of"
-            " another index: open it when the first sample is read, or set batches.workers to 0."
+            f"the dataset has an open file or database ({name}), whose offset the loader workers of"
+            f" each process ({workers}) would share, so that they would read wrong samples: open it"
+            " when the first sample is read, or set batches.workers to 0."
         )
-    workers = min(workers, how.pop("max_workers", workers))
+    workers = min(workers, extra.pop("max_workers", workers))
     defaults: dict[str, Any] = {
         "persistent_workers": workers > 0,
         "pin_memory": device.type == "cuda",
@@ -184,21 +184,21 @@ def make_loader(config: BatchesConfig, data: Any, device: torch.device, **how: A
             collate_fn=identity,
             # otherwise the DataLoader draws from torch's generator, which dropout uses
             generator=torch.Generator().manual_seed(0),
-            in_order=True,  # else a step would get the samples that are read first
+            in_order=True,  # otherwise a step would get the samples that are read first
             num_workers=workers,
             worker_init_fn=ignore_signals_except_parents,
-            **defaults | config.loader | how,
+            **defaults | config.loader | extra,
         )
-    except (TypeError, ValueError) as error:  # also an option that is set here
+    except (TypeError, ValueError) as error:  # also for an option that is set here
         raise ConfigError(f"batches.loader {config.loader}: {error}.") from error
 
 
 def on_device(batches: Iterable[Any], device: torch.device) -> Iterator[Any]:
     """Move each micro-batch to the device, without waiting for the copy."""
-    is_there = device.type == "cpu"
+    on_cpu = device.type == "cpu"
     try:
         for batch in batches:
-            yield batch if is_there else send_to_device(batch, device, non_blocking=True)
+            yield batch if on_cpu else send_to_device(batch, device, non_blocking=True)
     except ConfigError as error:  # from a loader worker, which puts its traceback first
         raise ConfigError(str(error).rpartition("ConfigError: ")[2].strip()) from error
 
@@ -218,8 +218,8 @@ def cpus_per_process() -> float:
 def ignore_signals_except_parents(_: int) -> None:
     """Ignore signals in a loader worker: the training process handles them.
 
-    Only a SIGTERM from the parent counts, by which it ends its workers. Where the parent ends
-    without one (killed, os._exit), the kernel ends a worker, which may hang.
+    Except a SIGTERM from the parent, by which it ends its workers. If the parent ends without
+    sending one (killed, os._exit), the kernel kills the worker, which could hang otherwise.
     """
     prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -238,14 +238,14 @@ def ignore_signals_except_parents(_: int) -> None:
     threading.Thread(target=wait_for_parent, name="signals", daemon=True).start()
 
 
-MOST_OBJECTS, MOST_PARTS = 10_000, 100  # looked at in a dataset, and in each object of it
+MAX_OBJECTS, MAX_PARTS = 10_000, 100  # to look at in a dataset, and in each object of it
 
 
 def open_file_in(data: Any) -> str:
     """Return the dotted name of an open file or database in a dataset; "" if there is none."""
-    found, seen = deque([("", data)]), set()
-    while found and len(seen) < MOST_OBJECTS:
-        name, value = found.popleft()
+    queue, seen = deque([("", data)]), set()
+    while queue and len(seen) < MAX_OBJECTS:
+        name, value = queue.popleft()
         if id(value) in seen or isinstance(value, (type, ModuleType)):
             continue
         seen.add(id(value))
@@ -253,14 +253,14 @@ def open_file_in(data: Any) -> str:
             return name.removeprefix(".")
         parts = value if isinstance(value, dict) else getattr(value, "__dict__", {})
         named = enumerate(value) if isinstance(value, (list, tuple)) else parts.items()
-        found += [(f"{name}.{key}", part) for key, part in islice(named, MOST_PARTS)]
+        queue += [(f"{name}.{key}", part) for key, part in islice(named, MAX_PARTS)]
     return ""
 
 
 def has_position(value: Any) -> bool:
     """Return whether this is an open file, pipe or database, which forked processes would share.
 
-    Not one in memory, and not what is only written to, as the file of a log.
+    A file in memory is not, nor one that is only written to, such as a log.
     """
     if isinstance(value, io.IOBase):
         try:

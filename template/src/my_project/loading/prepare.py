@@ -1,4 +1,4 @@
-"""Prepare the data: one process first, while the others wait."""
+"""Prepare the data in one process first, while the others wait."""
 
 import fcntl
 import json
@@ -13,7 +13,7 @@ from typing import Any
 from filelock import FileLock, Timeout
 
 from ..config import Config
-from ..contract import _refuse, described
+from ..contract import described, refuse
 from ..files import open_own, writing
 from ..process import STDERR, stderr_on_terminal
 from .seeding import derive_seed, seed_rng
@@ -24,26 +24,26 @@ logger = logging.getLogger(__name__)
 def prepare_data(config: Config) -> dict[str, Any]:
     """Call the recipe's prepare_data in one process first; the others find the work done.
 
-    There is no timeout, since tokenizing can take hours. The random state does not follow from the
+    There is no timeout, since tokenizing can take hours. The random state does not depend on the
     config's seed, since a cache must not depend on the run that fills it.
 
     Returns:
         data_info.
 
     Raises:
-        ConfigError: data_info is not plain JSON.
+        ConfigError: data_info is not a dict of plain JSON.
     """
     recipe, folder = config.recipe, Path(config.runs_folder)
     with until_all_are_done(folder, config.run_name), in_turn(folder):
         seed_rng(derive_seed("prepare_data"))
         data_info = recipe.prepare_data()
     if not isinstance(data_info, dict):
-        _refuse(recipe, "prepare_data", f"returned {described(data_info)}, not a dict.")
+        refuse(recipe, "prepare_data", f"returned {described(data_info)}, not a dict.")
     try:
         return dict(json.loads(json.dumps(data_info)))
     except (TypeError, ValueError) as error:
         problem = f"returned what is not plain JSON ({error}): convert it, by int(x) or x.tolist()."
-        _refuse(recipe, "prepare_data", problem)
+        refuse(recipe, "prepare_data", problem)
 
 
 @contextmanager
@@ -69,10 +69,10 @@ def in_turn(folder: Path) -> Iterator[None]:
     """Wait for this process's turn.
 
     One process of the run goes first; then one of each node, since caches may be local to a node;
-    then all others together. The first of a node has its terminal, for a progress bar. Where the
-    first one fails or dies, the next one does the work. The
-    locks are files in the runs folder, which the nodes share, so no process group is needed. The
-    operating system releases a lock when its process ends, for whatever reason.
+    then all others together. The first process of a node may write to the terminal, for a progress
+    bar. If the first one fails or dies, the next one does the work. The locks are files in the runs
+    folder, which the nodes share, so no process group is needed. The operating system releases a
+    lock when its process ends, for whatever reason.
     """
     with first_alone(folder / f".prepare_data.{socket.gethostname()}.lock") as is_first:
         alone = first_alone(folder / ".prepare_data.lock") if is_first else nullcontext()
@@ -83,7 +83,7 @@ def in_turn(folder: Path) -> Iterator[None]:
 @contextmanager
 def first_alone(path: Path) -> Iterator[bool]:
     """Let one process go first, alone, then all others together; yield whether this one is."""
-    unfinished = path.with_suffix(".unfinished")  # it is there until the first one has finished
+    unfinished = path.with_suffix(".unfinished")  # exists until the first one has finished
     lock = FileLock(path, mode=0o666, poll_interval=0.2)
     held: AbstractContextManager
     try:

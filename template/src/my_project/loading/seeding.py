@@ -1,12 +1,12 @@
-"""What follows from the run's seed: the samples of each step, and all random numbers.
+"""Derive the samples of each step, and all random numbers, from the run's seed.
 
-Step k is global batch k, always: one seeded permutation per epoch, cut into global batches, the
+Step k is always global batch k: each epoch is one seeded permutation, cut into global batches, the
 tail dropped. Each global batch is cut into micro-batches, which the ranks take in turn (layout.py),
 so the samples of a step are the same for any world size. A start at any step costs nothing. To draw
 samples by weights, a recipe returns a dataset that draws (docs/how-to).
 
-What is drawn at random follows from the sample or the micro-batch, not from the process. So it
-depends neither on the number of processes nor on where a run was resumed.
+Random numbers depend on the sample or the micro-batch, not on the process, so they are the same for
+any number of processes, and wherever a run was resumed.
 """
 
 import hashlib
@@ -22,7 +22,7 @@ from .layout import BatchLayout
 
 BLOCK = 8192  # samples that are looked up together
 ROUNDS = 12  # with 8, the 120 orders of five samples are not equally frequent
-KNOWN_SEED = 20_261_122  # any number that nobody else is likely to take
+KNOWN_SEED = 20_261_122  # a number that other code is unlikely to use
 FROM_KNOWN_SEED = random.Random(KNOWN_SEED).random()
 NUMPY_FROM_KNOWN_SEED = np.random.RandomState(KNOWN_SEED).random_sample()
 SeedSamples = Literal["auto", True, False]  # see BatchesConfig.seed_samples
@@ -39,7 +39,7 @@ def _hash(text: str) -> Any:
 
 # ---- the samples of each step --------------------------------------------------------------------
 class Permutation:
-    """A random order of the numbers below size, any part of it without the rest.
+    """A random order of the numbers below size, computed in any part without the rest.
 
     Each number is equally likely at every position. The order is a bijection with a key, as a block
     cipher is of its blocks: a Feistel network over the bits of a position, whose results of size or
@@ -51,7 +51,7 @@ class Permutation:
     """
 
     def __init__(self, size: int, *seed: int | str) -> None:
-        """Choose one of the orders.
+        """Derive the keys of one order.
 
         Args:
             size: of the order, at most 2**63.
@@ -64,7 +64,7 @@ class Permutation:
         self.keys = [np.uint64(derive_seed(*seed, number)) for number in range(ROUNDS)]
 
     def __call__(self, positions: np.ndarray) -> np.ndarray:
-        """Return the samples at these positions, integers of any shape and below size."""
+        """Return the samples at these positions: integers below size, of any shape."""
         flat = self._encrypt(positions.astype(np.uint64).ravel())
         while len(beyond := np.flatnonzero(flat >= self.size)):
             flat[beyond] = self._encrypt(flat[beyond])
@@ -96,7 +96,7 @@ def keys_of(
 ) -> Iterator[list[tuple[int, int]]]:
     """Yield the samples of a rank in these steps as (epoch, index), a list per micro-batch.
 
-    The epoch travels with the index, since persistent loader workers learn of it no other way.
+    The epoch is sent with the index, since persistent loader workers learn of it in no other way.
     """
     size = layout.global_batch_size
     slices = [layout.positions(layout.micro_batch(j, rank)) for j in range(layout.accumulation)]
@@ -126,10 +126,10 @@ def seed_rng(seed: int) -> None:
 class SampleSeeds:
     """Seed the global generators for each sample, those of Python and NumPy only where needed.
 
-    With "auto" these two are set to a known state before a micro-batch. If the next number that one
-    gives afterwards is not the one that follows from that state, something has been drawn from it:
-    the micro-batch has to be read once more, and from then on both are seeded for each sample.
-    torch's is always seeded, so torch.initial_seed() is the seed of the sample.
+    With "auto" these two are set to a known state before a micro-batch. If the next number of one
+    is then not the first of that state, something has been drawn from it: the micro-batch must be
+    read again, and from then on both are seeded for each sample. torch's generator is always
+    seeded, so torch.initial_seed() is the seed of the sample.
     """
 
     def __init__(self, seed: int, mode: SeedSamples) -> None:
@@ -137,7 +137,7 @@ class SampleSeeds:
         self.seed = seed
         self.mode = mode
         self.epoch: Any = None
-        self.of_epoch: Any = None  # the hash of what its seeds have in common
+        self.epoch_hash: Any = None  # of what the seeds of an epoch have in common
         self.torch_state: Any = None  # before samples that are read together
 
     def each(self, keys: Iterable[tuple[Any, int]]) -> Iterator[int]:
@@ -156,8 +156,8 @@ class SampleSeeds:
         for epoch, index in keys:
             if mode:
                 if epoch != self.epoch:
-                    self.epoch, self.of_epoch = epoch, _hash(f"{self.seed}/sample/{epoch}/")
-                hashed = self.of_epoch.copy()
+                    self.epoch, self.epoch_hash = epoch, _hash(f"{self.seed}/sample/{epoch}/")
+                hashed = self.epoch_hash.copy()
                 hashed.update(b"%d" % index)
                 derived = int.from_bytes(hashed.digest(), "little")
                 seed_torch(derived)
@@ -166,7 +166,7 @@ class SampleSeeds:
                     np.random.seed(derived % 2**32)
             yield index
 
-    def at_once(self, keys: Sequence[tuple[Any, int]]) -> list[int]:
+    def seed_together(self, keys: Sequence[tuple[Any, int]]) -> list[int]:
         """Seed for a micro-batch whose samples are read together, as for its first sample."""
         next(self.each(keys))
         self.torch_state = torch.default_generator.get_state()

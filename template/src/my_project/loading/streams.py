@@ -1,7 +1,7 @@
-"""Data without length or index: a stream, read in lanes that never end.
+"""Read data without length or index: a stream, in lanes that never end.
 
-A lane is a logical shard of the stream (the canonical nodes of MosaicML's streaming serve the same
-end): it always feeds the same positions of a global batch, whatever rank reads it.
+A lane is a logical shard of the stream, like a canonical node of MosaicML's streaming: it always
+feeds the same positions of a global batch, whatever rank reads it.
 """
 
 import copy
@@ -51,8 +51,8 @@ class LaneReader(IterableDataset):
     """Yield, for each micro-batch of a rank, the samples of this worker's lanes.
 
     A worker reads its own lanes only, so that no data is read twice; they are opened in the process
-    that reads them. What it yields is {lane: (samples, state)}. The state is a copy of that of the
-    lane after these samples; None if the lane has no state_dict.
+    that reads them. It yields {lane: (samples, state)}: the state is a copy of the lane's state
+    after these samples, or None if the lane has no state_dict.
     """
 
     stream: Any  # an object with `lane(i, start, seed)`
@@ -66,8 +66,8 @@ class LaneReader(IterableDataset):
         """Read without end."""
         info = get_worker_info()
         worker, workers = (info.id, info.num_workers) if info else (0, 1)
-        own = sorted(lane for lanes in self.lanes for lane in lanes)[worker::workers]
-        opened = {i: self._read(i) for i in own}
+        own_lanes = sorted(lane for lanes in self.lanes for lane in lanes)[worker::workers]
+        opened = {i: self._read(i) for i in own_lanes}
         for number, lanes in enumerate(cycle(self.lanes)):
             part = {i: next(opened[i]) for i in lanes if i in opened}
             if number < len(self.lanes):
@@ -104,11 +104,11 @@ class LaneReader(IterableDataset):
 
 
 def plain(state: Any) -> Any:
-    """Copy the state of a lane by JSON; refuse one that a checkpoint would give back changed."""
-    copy = json.loads(json.dumps(state))
-    if copy != state:
+    """Copy the state of a lane by JSON; refuse one that JSON changes, as a checkpoint would."""
+    copied = json.loads(json.dumps(state))
+    if copied != state:
         raise ValueError("state_dict must return plain JSON: no tuple, NaN, or key but a string")
-    return copy
+    return copied
 
 
 class StreamBatches:
@@ -133,7 +133,7 @@ class StreamBatches:
         Args:
             config: the run's config.
             data: the stream.
-            layout: the global batch's division.
+            layout: how the global batch is divided.
             steps: the steps to train.
             accelerator: gives this process's rank and device.
             states: of the lanes at steps.start, as stream_states has returned them.
@@ -143,12 +143,12 @@ class StreamBatches:
         self.layout = layout
         self.steps = steps
         self.accelerator = accelerator
-        of_each = data.lanes // layout.micro_batches
+        per_micro_batch = data.lanes // layout.micro_batches
         own = range(accelerator.process_index, layout.micro_batches, layout.world_size)
-        self.lanes = [range(m * of_each, (m + 1) * of_each) for m in own]
-        if len(states) != data.lanes:  # of a stream that was divided differently, or none
+        self.lanes = [range(m * per_micro_batch, (m + 1) * per_micro_batch) for m in own]
+        if len(states) != data.lanes:  # the stream had other lanes, or no states
             states = [None] * data.lanes
-        # of this rank's lanes after the last micro-batch
+        # the states of this rank's lanes after the last micro-batch
         self.states = {i: states[i] for lanes in self.lanes for i in lanes if states[i] is not None}
         self.batches = on_device(self._batches(), accelerator.device)
 
@@ -158,17 +158,16 @@ class StreamBatches:
     def stream_states(self) -> list[Any]:
         """Return the states of all lanes after the last step, on rank 0. Called by every rank.
 
-        [] if the lanes have none, and on other ranks than 0, which saves them.
+        It is [] if the lanes have none, and on all ranks but 0, which saves them.
         """
         states: dict[int, Any] = {}
-        for of_rank in gather_on_main(self.accelerator, self.states):
-            states |= of_rank
+        for rank_states in gather_on_main(self.accelerator, self.states):
+            states |= rank_states
         has_states = any(state is not None for state in states.values())
         return [states.get(i) for i in range(self.data.lanes)] if has_states else []
 
     def _batches(self) -> Iterator[Any]:
         config, device = self.config, self.accelerator.device
-        rank = self.accelerator.process_index
         collate = optional(config.recipe, "collate") or default_collate
         per_step = self.layout.global_batch_size // self.data.lanes
         reader = LaneReader(
@@ -189,16 +188,16 @@ class StreamBatches:
             persistent_workers=False,
         )
         parts = iter(loader)
-        passes = self.layout.passes(rank)
+        passes = self.layout.passes(self.accelerator.process_index)
         for step in self.steps:
             kept: list[Any] = []  # the samples of the first micro-batch, if that is repeated
             for j, (micro_batch, is_repeated) in enumerate(passes):
                 samples: dict[int, list[Any]] = {}
-                # which a DataLoader asks in turn
+                # one part per worker, which the DataLoader asks in turn
                 for _ in range(0 if is_repeated else max(1, loader.num_workers)):
                     for lane, (read, state) in next(parts).items():
                         samples[lane] = read
-                        self.states[lane] = state  # None: the older position no longer holds
+                        self.states[lane] = state  # None replaces an older state
                 read = [sample for lane in sorted(samples) for sample in samples[lane]] or kept
                 if j == 0 and passes[-1][1]:
                     kept = copy.deepcopy(read)  # collate may change them
