@@ -22,10 +22,10 @@ def test_a_hang_ends_the_run_and_every_process_says_where_it_is(tmp_path, step, 
     for rank, text in reports.items():
         assert text.startswith(f"rank {rank} on {HERE}, step {step}\n")
         assert f"no progress for {limit} s" in text
-    assert "in strike" in found[1], "rank 1 hangs"
-    assert "in strike" not in found[0]
+    assert "in strike" in reports[1], "rank 1 hangs"
+    assert "in strike" not in reports[0]
     places = ("sums.wait()", "in backward", "in check_sums")  # where rank 0 waits for rank 1
-    assert any(place in found[0] for place in places)
+    assert any(place in reports[0] for place in places)
     failed = first_of(config)
     assert failed.at
     assert (failed.rank, failed.cause, failed.at.function) == (1, "stalled", "strike")
