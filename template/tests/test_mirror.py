@@ -302,6 +302,27 @@ def test_training_goes_on_while_an_upload_takes_long(tmp_path, uninterrupted):
     assert values(config, "loss") == values(uninterrupted, "loss")
 
 
+def with_leftover(config, leftover: Path) -> int:
+    """Train; once a checkpoint is uploaded, the mirror has a part of an older one."""
+
+    def leave() -> None:
+        while not any(at_mirror(config).glob("checkpoints/*/manifest.json")):
+            time.sleep(0.01)
+        leftover.parent.mkdir()
+        leftover.touch()
+
+    threading.Thread(target=leave, daemon=True).start()
+    return train_with("none 0 0", config)
+
+
+def test_parts_of_a_checkpoint_that_a_save_removed_leave_the_mirror(tmp_path):
+    leftover = tmp_path / "mirror/here/checkpoints/step_00000001/model.safetensors"
+    config = mirrored(tmp_path, MeetsUpload(file=str(leftover)))
+    assert run_world(1, with_leftover, config, leftover) == [0]
+    assert checkpoints(at_mirror(config))
+    assert not leftover.exists()
+
+
 def test_what_a_store_lies_about_is_passed_over(tmp_path, uninterrupted):
     """In the mirror the newest model has the right size, but is all zeros."""
     config = mirrored(tmp_path)

@@ -354,11 +354,15 @@ class Mirror:
         self._sent[name] = text
 
     def _rotate(self, names: list[str], state: dict[str, Any], newest: int) -> None:
-        """Remove checkpoints that need not be kept, each one's manifest first."""
+        """Remove checkpoints that need not be kept, each one's manifest first.
+
+        Also parts of those that a save removed while they were uploaded.
+        """
         # an older launch may have uploaded a newer one, which does not count
         steps = {newest, *(step for step in complete_steps(names) if step < newest)}
         kept = kept_steps(steps, self.run.config.checkpoints, state)
-        for name in map(checkpoint_name, steps - kept):
+        older = {int(match[2]) for match in map(IN_CHECKPOINT.fullmatch, names) if match}
+        for name in map(checkpoint_name, {step for step in older if step < newest} - kept):
             files = [file for file in names if file.startswith(f"{name}/")]
             self.store.remove(f"{name}/manifest.json", *files)
             self._sent.pop(name, None)
