@@ -310,6 +310,7 @@ def with_leftover(config, leftover: Path) -> int:
             time.sleep(0.01)
         leftover.parent.mkdir()
         leftover.touch()
+        Path(config.recipe.file).touch()
 
     threading.Thread(target=leave, daemon=True).start()
     return train_with("none 0 0", config)
@@ -317,7 +318,7 @@ def with_leftover(config, leftover: Path) -> int:
 
 def test_parts_of_a_checkpoint_that_a_save_removed_leave_the_mirror(tmp_path):
     leftover = tmp_path / "mirror/here/checkpoints/step_00000001/model.safetensors"
-    config = mirrored(tmp_path, MeetsUpload(file=str(leftover)))
+    config = mirrored(tmp_path, MeetsUpload(file=str(tmp_path / "is_left")))
     assert run_world(1, with_leftover, config, leftover) == [0]
     assert checkpoints(at_mirror(config))
     assert not leftover.exists()
