@@ -293,7 +293,7 @@ def test_of_a_long_run_the_newest_records_are_kept_in_memory(tmp_path, monkeypat
 
 def test_what_checks_have_found_is_told_once_with_its_first_step():
     found = [{"problem": problem, "step": step} for step, problem in enumerate("abacd")]
-    lines = doctor.by_checks([{"kind": "interval", "step": 9}, *found])
+    lines = doctor.check_findings([{"kind": "interval", "step": 9}, *found])
     assert [re.findall(r"step (\d+) .*: (\w)$", line)[0] for line in lines] == [
         ("0", "a"), ("1", "b"), ("3", "c"), ("4", "d"),
     ]  # fmt: skip
@@ -497,6 +497,6 @@ def test_processes_that_leave_no_report_are_told(tmp_path, monkeypatch, fault, w
     assert wanted[2] in found["first"]["what"]
     assert found["first"]["rank"] == rank
     if fault == "stop":
-        assert "since its launcher had to kill it" in found["likely"][0]
+        assert "its launcher had to kill it" in found["likely"][0]
     if fault == "preempt":
-        assert "since it was told to stop (SIGTERM) before" in found["likely"][0]
+        assert "it was told to stop (SIGTERM) before" in found["likely"][0]

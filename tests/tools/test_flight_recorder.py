@@ -113,7 +113,7 @@ def test_a_damaged_dump_is_listed_and_the_others_are_compared(tmp_path, content)
         path = dump(tmp_path, rank, [entry(1, "barrier" if rank else "all_reduce")], 3)
     path.write_text(content)
     dumps = read(tmp_path, time.time())
-    assert dumps.notes == ["a damaged dump is left out: errors/nccl_trace_rank_00002.json"]
+    assert dumps.notes == ["errors/nccl_trace_rank_00002.json is damaged, so it is left out"]
     assert compare(dumps).calls.keys() == {"all_reduce of Float [1024]", "barrier of Float [1024]"}
 
 

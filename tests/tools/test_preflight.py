@@ -95,7 +95,7 @@ def test_a_slow_link_is_named_and_no_other_link_of_its_nodes():
     speeds = preflight.link_speeds(late, 8)
     assert speeds == {(0, 1): 8, (0, 2): 8, (0, 3): 8, (1, 2): 2, (1, 3): 8, (2, 3): 8}
     (said,) = preflight.slow({str(pair): speed for pair, speed in speeds.items()}, 0.5)
-    assert said.startswith("(1, 2): 2 per second, the median is 8")
+    assert said.startswith("(1, 2): 2 per second, but the median is 8")
 
 
 def process(**found: Any) -> dict[str, Any]:
@@ -110,7 +110,7 @@ def process(**found: Any) -> dict[str, Any]:
     ("found", "sentence"),
     [
         ({"clock": -6.0}, "the clock of b is 6.0 s behind"),
-        ({"flops": 5e14}, "rank 2 (b): 500T per second, the median is 700T"),
+        ({"flops": 5e14}, "rank 2 (b): 500T per second, but the median is 700T"),
         ({"folder_problem": "not shared"}, "not shared"),
         ({"pinned_bytes": 65536}, "b limits pinned memory, which InfiniBand needs"),
     ],

@@ -4,7 +4,7 @@ import math
 import random
 
 import pytest
-from my_project.tools.spikes import LEAST, spikes
+from my_project.tools.spikes import MIN_VALUES, spikes
 
 
 def marks(values: list[float]) -> list[int]:
@@ -28,7 +28,7 @@ def test_nothing_is_marked_in_sound_curves():
     for values in curves:
         assert marks(values) == []
     assert marks([*noisy(2.0, 100), 0.001, *noisy(2.0, 20)]) == [], "a value below"
-    assert marks([*noisy(1.0, LEAST - 1), 50.0]) == [], "too few before it"
+    assert marks([*noisy(1.0, MIN_VALUES - 1), 50.0]) == [], "too few before it"
 
 
 def test_what_rises_far_above_the_median_is_marked_with_it():
