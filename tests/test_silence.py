@@ -12,10 +12,10 @@ from shell import succeed
 
 EIGHT = (
     "a split by scikit-learn without a seed",
-    "files listed in another order by rank",
-    "other model code in the next start",
+    "files listed in a different order on each rank",
+    "different model code in the next start",
     "`nn.Embedding(max_norm=...)`",
-    "a mean with its count",
+    "the mean loss, with the number of items",
     "`mse_loss` of (N, 1) and (N,)",
     "`ClasswiseWrapper`",
     "a file opened at import",
