@@ -192,7 +192,6 @@ def run(fault: NodeFault) -> str:
         # launchers that are gone for good count as ended
         gone = fault.hosts if fault.what in ("power", "stopped", "all killed") else ()
         left = [one for host, one in enumerate(hosts.commands) if host not in gone]
-        next_step = ended_at = 0.0
         pause, last, stepped = 0.0, before, began
         is_back = not fault.back
         while any(one.poll() is None for one in left):
@@ -200,7 +199,6 @@ def run(fault: NodeFault) -> str:
             assert now < began + 180 * PATIENCE, f"{fault} hangs:\n{hosts.outputs()}"
             if steps != last:
                 pause, last, stepped = max(pause, now - stepped), steps, now
-                next_step = next_step or now - began
             if not is_back and now > began + 3 and (0 in fault.hosts or steps > before + 20):
                 is_back = True
                 for host in fault.hosts:
