@@ -131,7 +131,7 @@ CASES = [
             "the mean loss, with the number of items": "mean",
             "the mean loss, with 1 for the number of items": "mean and 1",
             "the mean loss times the batch size": "mean times batch",
-            "padding counted as items": "padding counted", "padding in loss and items": "padding trained",
+            "padding counted as items": "padding counted", "padding in the loss": "padding trained",
             "a loss that depends on a count of its calls": "counter",
         }.items()
     ),

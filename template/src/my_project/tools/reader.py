@@ -119,7 +119,7 @@ def read_run(folder: Path) -> Run:
     """
     if not is_run(folder):
         raise ConfigError(
-            f"{folder} is not a run folder; give the path of one, as runs/image_classification."
+            f"{folder} is not a run folder; give the path of one such as runs/image_classification."
         )
     return read_folder(folder)
 
