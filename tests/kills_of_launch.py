@@ -62,14 +62,13 @@ class Launched:
 
     def ranks(self) -> list[int]:
         """Return the pids of the training processes."""
-        found: list[psutil.Process] = []
+        ranks = []
         with suppress(psutil.NoSuchProcess):
-            found = psutil.Process(self.pid).children()
-        names = {}
-        for one in found:
-            with suppress(OSError):
-                names[one.pid] = Path(f"/proc/{one.pid}/comm").read_text()
-        return [pid for pid, name in names.items() if name.startswith("rank ")]
+            for process in psutil.Process(self.pid).children():
+                with suppress(OSError):
+                    if Path(f"/proc/{process.pid}/comm").read_text().startswith("rank "):
+                        ranks.append(process.pid)
+        return ranks
 
     def wait_for(self, moment: str, draw: random.Random) -> None:
         """Wait for a random instant of a moment, one of MOMENTS."""

@@ -82,10 +82,8 @@ def kill_once(world: World, config: Any, step: int, seconds: float) -> bool:
     deadline, path = time.monotonic() + SECONDS, config.folder / "metrics.jsonl"
     while time.monotonic() < deadline and any(worker.is_alive() for worker in world.workers):
         lines = path.read_bytes().splitlines() if path.exists() else []
-        if (
-            lines
-            and json.loads(lines[-1] if lines[-1].endswith(b"}") else lines[0])["step"] >= step
-        ):
+        complete = [line for line in lines if line.endswith(b"}")]
+        if complete and json.loads(complete[-1])["step"] >= step:
             time.sleep(seconds)
             break
         time.sleep(0.01)
