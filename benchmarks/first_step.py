@@ -1,6 +1,6 @@
 """A small MLP as a plain PyTorch script for torchrun, and as a recipe: what start.py starts.
 
-Both call `note` at the beginning of each step, which writes what the process has used so far.
+Both call `note` at the beginning of each step; it writes what the process has used so far.
 """
 
 import json
@@ -35,19 +35,19 @@ def build_mlp() -> nn.Module:
 
 
 def note(step: int) -> None:
-    """Write when step 0 had ended, the CPU time until then, and the memory at the last step."""
+    """Write time, CPU time and memory to a file, when step 1 and when the last step begins."""
     if step not in (1, STEPS - 1):
         return
-    found: dict[str, Any] = {"time": time.time(), "cpu_seconds": time.process_time()}
+    used: dict[str, Any] = {"time": time.time(), "cpu_seconds": time.process_time()}
     stat = Path(f"/proc/{os.getppid()}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
-    ticks = sum(map(int, stat[11:15]))  # of the launcher, and of its children that have ended
-    found["launcher_cpu_seconds"] = ticks / os.sysconf("SC_CLK_TCK")
+    ticks = sum(map(int, stat[11:15]))  # of the launcher and of its children that have ended
+    used["launcher_cpu_seconds"] = ticks / os.sysconf("SC_CLK_TCK")
     for line in Path("/proc/self/status").read_text(encoding="utf-8").splitlines():
         name, _, rest = line.partition(":")
         if name in ("VmRSS", "RssAnon"):
-            found[name] = int(rest.split()[0]) / 1000  # MB
+            used[name] = int(rest.split()[0]) / 1000  # MB
     path = Path(os.environ["START_FOLDER"]) / f"{step}_{os.environ.get('RANK', '0')}.json"
-    path.write_text(json.dumps(found), encoding="utf-8")
+    path.write_text(json.dumps(used), encoding="utf-8")
 
 
 @dataclass(frozen=True, kw_only=True)

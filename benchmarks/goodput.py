@@ -1,15 +1,15 @@
-"""Measure goodput under fire, beside what the planner predicts; Linux.
+"""Measure the goodput of a run whose workers are killed, and what the planner predicts; Linux.
 
     python benchmarks/goodput.py                          a kill every 5 minutes, for 25 minutes
     python benchmarks/goodput.py --every 60 --minutes 10
 
-Two CPU processes train the recipe of the tests, whose steps sleep 0.2 s. In each `--every` seconds
-one worker is killed (SIGKILL), at an instant that is drawn with a fixed seed, and the launcher
-starts both again. A warm-up measures first what a start, a save and a restart cost; the planner's
-formulas give the interval between saves and the goodput of a run that has started, of which the
-one start of these minutes is then taken. The goodput is that of status.json over the launcher's
-time: its first start, the saves and the steps done again are lost. The final weights must be those
-of a run that nobody killed, bit for bit. Ctrl-C ends all that was started.
+Two CPU processes train the recipe of the tests, whose steps sleep 0.2 s. In every interval of
+`--every` seconds one worker is killed (SIGKILL), at an instant drawn with a fixed seed, and the
+launcher starts both again. Before that, a warm-up measures the cost of a start, a save and a
+restart. The planner's formulas then give the interval between saves and the goodput of a run that
+has started; the time of the one first start is subtracted from it. The measured goodput is that of
+status.json over the launcher's time: the first start, saves and repeated steps are lost. The final
+weights must equal those of a run that was never killed, bit for bit. Ctrl-C ends all processes.
 """
 
 import argparse
@@ -37,17 +37,17 @@ telemetry: {{trackers: []}}
 """
 SLEEP_SECONDS = 0.2
 WARM_UP_KILLS = 4
-WARM_UP_SECONDS = 6.0  # before each of them
+WARM_UP_SECONDS = 6.0  # before each of these kills
 WARM_UP_INTERVAL_SECONDS = 1.0  # between saves
 
 
 def warm_up(folder: Path, draw: random.Random) -> tuple[float, float, float, float]:
-    """Return the seconds of the first start, and the mean ones of a save, a restart and a step.
+    """Return the seconds of the first start, and the mean seconds of a save, a restart and a step.
 
-    Both starts end with their first step.
+    The start and each restart end with their first step.
 
     Args:
-        folder: of the run.
+        folder: the folder for the run.
         draw: draws the rank to kill.
     """
     config = CONFIG.format(
@@ -64,24 +64,24 @@ def warm_up(folder: Path, draw: random.Random) -> tuple[float, float, float, flo
         time.sleep(WARM_UP_SECONDS)
         text = (run.folder / "metrics.jsonl").read_text()
     records = [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
-    saves = [one["seconds"] for one in records if one["kind"] == "checkpoint"]
-    steps = [one["step_seconds"] for one in records if one["kind"] == "interval"]
+    saves = [record["seconds"] for record in records if record["kind"] == "checkpoint"]
+    steps = [record["step_seconds"] for record in records if record["kind"] == "interval"]
     return start, statistics.mean(saves), statistics.mean(restarts), statistics.mean(steps)
 
 
 def kill_until_the_end(run: Run, every: float, draw: random.Random) -> int:
-    """Kill a rank at a random instant of each interval while the run goes on; return how many."""
+    """Kill a rank at a random instant of each interval; return the number of kills."""
     run.start()
     run.wait_for_first_step()
     first, kills = time.time(), 0
     while True:
         instant = first + every * (kills + draw.random())
         rank = draw.randrange(2)
-        while time.time() < instant or len(found := run.workers) < 2:
+        while time.time() < instant or len(workers := run.workers) < 2:
             time.sleep(0.05)
             if not run.is_running:
                 return kills
-        run.kill(found[rank])
+        run.kill(workers[rank])
         kills += 1
 
 
@@ -102,7 +102,7 @@ def main() -> None:
         print(
             f"warm-up: the start takes {start:.2f} s, a restart {restart:.2f} s, a save {save:.4f}"
             f" s, a step {step:.4f} s\nplanner: a save every {interval:.2f} s, a goodput of"
-            f" {started:.2%} once it has started, {predicted:.2%} with the start",
+            f" {started:.2%} after the first start, {predicted:.2%} including it",
             flush=True,
         )
         steps = round(60 * options.minutes * predicted / step)
@@ -113,13 +113,13 @@ def main() -> None:
                 raise SystemExit(f"the launcher gave up after {kills} kills:\n{run.output()}")
             weights, shares = run.weights(), run.status["goodput"]["launcher"]
             starts = each_start(run.folder)
-        with Run(folder, "nobody_kills", CONFIG.format(sleep=0.0, **config)) as run:
+        with Run(folder, "never_killed", CONFIG.format(sleep=0.0, **config)) as run:
             is_same = run.weights() == weights
     seconds, measured = shares.pop("seconds"), shares["kept"]
     points = 100 * (measured - predicted)
     first = starts[0]["first_step_time"] - starts[0]["began"]
-    print(f"{steps} steps, {seconds:.0f} s: {steps * step / seconds:.2%} by the warm-up's step")
-    print(f"first start {first:.1f} s: {measured * seconds / (seconds - first):.2%} after it")
+    print(f"{steps} steps, {seconds:.0f} s: {steps * step / seconds:.2%} at the warm-up's speed")
+    print(f"first start {first:.1f} s: {measured * seconds / (seconds - first):.2%} without it")
     print(", ".join(f"{name} {share:.2%}" for name, share in shares.items()))
     print("| a kill every | kills | restarts | goodput | predicted | points | weights |")
     print("|---|---|---|---|---|---|---|")
@@ -128,7 +128,7 @@ def main() -> None:
         f" | {points:+.2f} | {'the same bits' if is_same else 'DIFFERENT'} |"
     )
     if not is_same:
-        raise SystemExit("other weights than those of a run that nobody killed")
+        raise SystemExit("the weights differ from those of a run that was never killed")
 
 
 if __name__ == "__main__":

@@ -1,14 +1,14 @@
-"""Measure what each phase of a run costs as the number of processes grows, on gloo CPU processes.
+"""Measure how the cost of each phase of a run grows with the number of (gloo, CPU) processes.
 
     python benchmarks/growth.py                        DDP on 2, 4, 8 and 16 processes
     python benchmarks/growth.py --where cpu_fsdp2      another accelerate config
     python benchmarks/growth.py --processes 2 4
 
 A tiny MLP trains three steps, saves and exports; the same run is then resumed on half as many
-processes, at least two, for a fourth step. With cpu_hsdp there are two replicas of N / 2 shards, so
-that the smallest number of processes is four. The processes share the cores, so wall time grows
-with their number whatever they do: CPU time per process, and the number of files that a process
-opens and of folders that it lists in the run folder, tell how a phase grows.
+processes, but at least two, for a fourth step. With cpu_hsdp there are two replicas of N / 2
+shards, so at least four processes are needed. The processes share the cores, so wall time grows
+with their number in any case. CPU time per process, and the number of files that a process opens
+and of folders that it lists in the run folder, show how the cost of a phase grows.
 
     start    from the call of main() to the first forward pass; without imports
     steps    three steps
@@ -44,17 +44,17 @@ run_name: growth
 
 # ---- in each process -----------------------------------------------------------------------------
 class Phases:
-    """What this process has used so far, noted at the ends of phases."""
+    """Measures what this process uses in each phase: wall time, CPU time, opened files."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = str(folder)
         self.opened = 0
         self.now = self._read()
-        self.found: dict[str, list[float]] = {}
+        self.used: dict[str, list[float]] = {}
         sys.addaudithook(self._count)
 
     def _count(self, event: str, arguments: tuple[Any, ...]) -> None:
-        # safetensors opens its files in Rust, unseen here
+        # files that safetensors opens are not counted: it opens them in Rust
         if event in ("open", "os.listdir", "os.scandir"):
             self.opened += str(arguments[0]).startswith(self.folder)
 
@@ -69,8 +69,8 @@ class Phases:
         """Add what has been used since the last call to a phase, and begin the next."""
         before, self.now = self.now, self._read()
         used = [now - then for now, then in zip(self.now, before, strict=True)]
-        so_far = self.found.get(phase, [0.0] * len(used))
-        self.found[phase] = [a + b for a, b in zip(so_far, used, strict=True)]
+        so_far = self.used.get(phase, [0.0] * len(used))
+        self.used[phase] = [a + b for a, b in zip(so_far, used, strict=True)]
 
 
 def work(arguments: list[str]) -> None:
@@ -86,7 +86,7 @@ def work(arguments: list[str]) -> None:
     is_resumed = (config.steps or 0) > 3
     loss, save, wait = tasks.TinyMlp.loss, Checkpoints.save, Checkpoints.wait
     choose, resume = resuming.choose, Checkpoints.resume
-    really_export = exporting.export
+    original_export = exporting.export
 
     def first_loss(*values: Any) -> Any:
         tasks.TinyMlp.loss = loss  # type: ignore[method-assign]
@@ -99,12 +99,12 @@ def work(arguments: list[str]) -> None:
 
     def timed_wait(checkpoints: Checkpoints) -> None:
         wait(checkpoints)
-        if "steps" in phases.found:
+        if "steps" in phases.used:
             phases.end("save")
 
     def export(*values: Any) -> None:
         Checkpoints.wait = wait  # type: ignore[method-assign]
-        really_export(*values)
+        original_export(*values)
 
     def timed(function: Any) -> Any:
         def call(*values: Any) -> Any:
@@ -125,10 +125,10 @@ def work(arguments: list[str]) -> None:
     phases.begin()
     train.main(config)
     phases.end("export")
-    found = {"resume": phases.found["resume"]} if is_resumed else phases.found
+    used = {"resume": phases.used["resume"]} if is_resumed else phases.used
     rank = os.environ.get("RANK", "0")
     path = Path(config.runs_folder) / f"{config.steps}_{rank}.json"
-    path.write_text(json.dumps(found), encoding="utf-8")
+    path.write_text(json.dumps(used), encoding="utf-8")
 
 
 # ---- the launches --------------------------------------------------------------------------------
@@ -145,7 +145,7 @@ def where_for(path: Path, processes: int, folder: Path) -> Path:
 
 
 def launch(where: Path, processes: int, steps: int, folder: Path) -> dict[str, list[list[float]]]:
-    """Train to a step on so many processes; return for each phase what each rank has used."""
+    """Train to a step on `processes` processes; return for each phase what each rank has used."""
     config = folder / "growth.yaml"
     config.write_text(CONFIG, encoding="utf-8")
     command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file"]
@@ -162,7 +162,7 @@ def launch(where: Path, processes: int, steps: int, folder: Path) -> dict[str, l
     if done.returncode:
         raise RuntimeError(f"{' '.join(command)}\n{done.stdout}{done.stderr}")
     ranks = [json.loads((folder / f"{steps}_{rank}.json").read_text()) for rank in range(processes)]
-    return {phase: [found[phase] for found in ranks] for phase in ranks[0]}
+    return {phase: [used[phase] for used in ranks] for phase in ranks[0]}
 
 
 def main() -> None:
@@ -179,18 +179,18 @@ def main() -> None:
     if not where.is_file():
         print(f"{where} does not exist: skipped.")
         return
-    # accelerate launches several processes on a CPU, or one, by different settings; it cannot
-    # replicate what is not sharded
-    least = 4 if "parallelism_config" in where.read_text(encoding="utf-8") else 2
+    # accelerate needs other settings for a single CPU process, and it cannot replicate a model that
+    # is not sharded
+    min_processes = 4 if "parallelism_config" in where.read_text(encoding="utf-8") else 2
     rows: dict[str, list[str]] = {phase: [] for phase in PHASES}
     for processes in options.processes:
-        if processes < least:
+        if processes < min_processes:
             continue
         with tempfile.TemporaryDirectory() as folder:
-            found = launch(where, processes, 3, Path(folder))
-            found |= launch(where, max(least, processes // 2), 4, Path(folder))
+            used = launch(where, processes, 3, Path(folder))
+            used |= launch(where, max(min_processes, processes // 2), 4, Path(folder))
         for phase in PHASES:
-            ranks = found[phase]
+            ranks = used[phase]
             saved_by = f" of {processes}" if phase == "resume" else ""
             cells = [phase, f"{len(ranks)}{saved_by}", f"{max(wall for wall, _, _ in ranks):.2f}"]
             cells += [f"{1000 * ranks[0][1]:.0f}"]

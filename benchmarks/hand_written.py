@@ -1,4 +1,4 @@
-"""A training loop in plain PyTorch, as an expert writes it for one task and no other."""
+"""A training loop in plain PyTorch, as an expert writes it for a single task."""
 
 import math
 import os
@@ -42,7 +42,7 @@ class Sampler:
 
 
 def train(settings: Settings) -> None:
-    """Train to the end, on the process group and the devices that the environment states."""
+    """Train to the end, on the process group and devices that the environment specifies."""
     rank, world_size = int(os.environ.get("RANK", "0")), settings.processes
     on_cpu = os.environ.get("ACCELERATE_USE_CPU") == "true"
     device = torch.device("cpu") if on_cpu else torch.device("cuda", rank)

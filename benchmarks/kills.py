@@ -6,18 +6,19 @@
     python benchmarks/kills.py --kills 100 --where cpu cpu_2_processes cpu_fsdp2 cpu_hsdp
     python benchmarks/kills.py --kills 100 --processes 2 1 4 3 2
 
-Two CPU processes, or those of the accelerate configs that are named, train the recipe of the tests
-with a checkpoint at every second step. Of 8 kills in a run, 2 are meant for its start (imports
-included), 4 for any instant of the first seconds after the first step, 1 follows the beginning of a
-save and 1 a restart in place, with less than 0.5 s between. The victim is a rank or, one time in
-three and before another start, the launcher, which alone is there in most of a start. Order,
-instants and victims are drawn with a fixed seed. A run that has ended is started again by the same
-command, of several accelerate configs with one that is drawn. Its weights, in float64, must be
-those of a run that nobody killed: to the bit, or of several configs within 1e-6. With --processes
-it is one run, whose starts take turns at these numbers of processes, with a micro-batch that is
-drawn: each step that was kept must have seen the samples of its step in the run that nobody killed,
-and so each sample once in an epoch. Printed is where each kill fell. Ctrl-C ends all that was
-started, and prints the table of the runs until then.
+Two CPU processes, or those of the named accelerate configs, train the recipe of the tests with a
+checkpoint at every second step. Of 8 kills in a run, 2 are meant for a start (including imports), 4
+for any instant of the first seconds after the first step, 1 for the first 0.5 s of a save and 1 for
+the first 0.5 s after a restart in place. The victim is a rank or, one time in three and before
+another start, the launcher; during most of a start, only the launcher exists. Order, instants and
+victims are drawn with a fixed seed. The same command starts the run again, with an accelerate
+config that is drawn if several are named. The float64 weights must equal those of a run that was
+never killed: bit for bit, or within 1e-6 with several configs.
+
+With --processes there is a single run. Its starts take turns at these numbers of processes, and
+each draws a micro-batch. Each step that was kept must have seen the same samples as in the run that
+was never killed, and therefore each sample once in an epoch. The output says where each kill fell.
+Ctrl-C ends all processes, and prints the table of the runs until then.
 """
 
 import argparse
@@ -37,7 +38,7 @@ import psutil
 from launches import CONFIGS, Run
 from safetensors.torch import load
 
-# Each part of a run's kills: an instant, and the victim where it must be one.
+# Each part of a run's kills: a moment, and a victim; "" for any victim.
 PARTS = (
     (("stepping", "launcher"), ("starting", "")),
     (("stepping", "rank"), ("restarting", "")),
@@ -67,18 +68,18 @@ checkpoints: {{every_steps: 5}}
 telemetry: {{every_steps: 1, trackers: []}}
 """
 STEPS_IN_EPOCH, GLOBAL_BATCH = 333, 12
-Layouts = Iterator[tuple[Path, str]]  # accelerate configs, and configs
+Layouts = Iterator[tuple[Path, str]]  # accelerate config, and config of the run
 
 
 class Changing(Run):
-    """A run of which each start takes the next layout; a restart in place keeps its own."""
+    """A run whose starts each take the next layout; a restart in place keeps the layout."""
 
     def __init__(self, parent: Path, name: str, layouts: Layouts) -> None:
         super().__init__(parent, name, "")
         self.layouts = layouts
 
     def start(self) -> subprocess.Popen:
-        """Start the launcher, or leave the one that runs."""
+        """Start a launcher with the next layout, unless one is running."""
         if not self.is_running:
             self.where, self.config = next(self.layouts)
         return super().start()
@@ -104,7 +105,7 @@ def wait_for(moment: str, run: Run, start_seconds: float, draw: random.Random) -
     Args:
         moment: starting, stepping, saving or restarting.
         run: the run.
-        start_seconds: what the last complete start has taken.
+        start_seconds: how long the last complete start took.
         draw: draws the instant.
     """
     if moment == "starting":
@@ -122,7 +123,7 @@ def wait_for(moment: str, run: Run, start_seconds: float, draw: random.Random) -
 
 
 def kill(run: Run, victim: str, draw: random.Random) -> str:
-    """Kill a process of a launch; return in which moment and which, or "" if there was none."""
+    """Kill a process of a launch; return the moment and the victim, or "" if nothing runs."""
     launcher, ranks = run.launcher, run.workers
     if launcher is None or not run.is_running:
         return ""
@@ -139,13 +140,13 @@ def kill(run: Run, victim: str, draw: random.Random) -> str:
         family = psutil.Process(launcher.pid).children(recursive=True)
         launcher.kill()
         launcher.wait()
-        if left := psutil.wait_procs(family, 60)[1]:
-            raise RuntimeError(f"outlived their launcher by 60 s: {left}")
+        if survivors := psutil.wait_procs(family, 60)[1]:
+            raise RuntimeError(f"these processes outlived their launcher by 60 s: {survivors}")
         return f"{moment}, launcher{'' if ranks else ' without processes'}"
     return ""
 
 
-def planned(draw: random.Random) -> list[tuple[str, str]]:
+def draw_kills(draw: random.Random) -> list[tuple[str, str]]:
     """Return the moments and victims of eight kills."""
     return [("starting", ""), *sum(draw.sample(PARTS, len(PARTS)), ())]
 
@@ -153,36 +154,39 @@ def planned(draw: random.Random) -> list[tuple[str, str]]:
 def kill_again_and_again(
     run: Run, plan: list[tuple[str, str]], start_seconds: float, draw: random.Random
 ) -> tuple[Counter[str], float]:
-    """Kill a run until it ends; return where the kills fell, and what a start took last.
+    """Kill a run until it ends; return where the kills fell, and how long the last start took.
 
     Args:
-        run: not started yet.
+        run: the run, not started yet.
         plan: moments and victims.
-        start_seconds: what a start takes.
+        start_seconds: how long a start takes.
         draw: draws instants and victims.
     """
-    found: Counter[str] = Counter()
+    kills: Counter[str] = Counter()
     for moment, victim in plan:
         run.start()
         wait_for(moment, run, start_seconds, draw)
-        if run.has_stepped and not run.before:  # other load changes it
+        if (
+            run.has_stepped and not run.before
+        ):  # measured again, as other load on the machine varies
             start_seconds = run.wait_for_first_step()
         if not (where := kill(run, victim, draw)):
             break  # the run has ended
-        found[where] += 1
-    return found, start_seconds
+        kills[where] += 1
+    return kills, start_seconds
 
 
-def are_equal(ours: bytes, theirs: bytes, tolerance: float) -> bool:
+def are_equal(a: bytes, b: bytes, tolerance: float) -> bool:
     """Return whether two files of weights are equal, within a tolerance."""
-    one, other = load(ours), load(theirs)
-    differences = [(one[name] - other[name]).abs().max() for name in one.keys() & other.keys()]
-    return one.keys() == other.keys() and all(found <= tolerance for found in differences)
+    first, second = load(a), load(b)
+    names = first.keys() & second.keys()
+    is_close = all((first[name] - second[name]).abs().max() <= tolerance for name in names)
+    return first.keys() == second.keys() and is_close
 
 
 # ---- one run across layouts ----------------------------------------------------------------------
-def layouts_of(folder: Path, numbers: list[int], epochs: int, draw: random.Random) -> Layouts:
-    """Return the layouts of a run that records its samples: numbers of processes, micro-batches."""
+def each_layout(folder: Path, numbers: list[int], epochs: int, draw: random.Random) -> Layouts:
+    """Yield layouts of a run that records its samples: numbers of processes, micro-batches."""
     for number in cycle(numbers):
         where = folder / f"cpu_{number}.yaml"
         text = (CONFIGS / f"cpu{'_2_processes' * (number > 1)}.yaml").read_text()
@@ -194,84 +198,85 @@ def layouts_of(folder: Path, numbers: list[int], epochs: int, draw: random.Rando
 
 
 def samples(folder: Path) -> dict[int, list[int]]:
-    """Return the samples that each step has seen, in the last start that made it."""
-    found: dict[int, dict[str, list[int]]] = {}
+    """Return the samples that each step has seen, in the last start that took the step."""
+    by_step: dict[int, dict[str, list[int]]] = {}
     for line in (folder / "samples.jsonl").read_text().splitlines():
         start, step, indices = json.loads(line)
-        found.setdefault(step, {}).setdefault(start, []).extend(indices)
-    return {step: sorted(list(starts.values())[-1]) for step, starts in found.items()}
+        by_step.setdefault(step, {}).setdefault(start, []).extend(indices)
+    return {step: sorted(list(by_start.values())[-1]) for step, by_start in by_step.items()}
 
 
 def kill_across_layouts(folder: Path, numbers: list[int], kills: int, draw: random.Random) -> None:
-    """Kill one run so many times, while its number of processes changes.
+    """Kill one run `kills` times, while its number of processes changes.
 
     Raises:
-        SystemExit: it has seen other samples than a run that nobody killed, or has other weights.
+        SystemExit: its samples or weights differ from those of a run that was never killed.
     """
-    runs, found, start_seconds = [], Counter(), 0.0
+    runs, counts, start_seconds = [], Counter(), 0.0
     epochs = 1 + kills // 25
-    for name in ("nobody_kills", "killed"):
+    for name in ("never_killed", "killed"):
         (own := folder / name).mkdir()
-        with Changing(own, name, layouts_of(own, numbers, epochs, draw)) as run:
+        with Changing(own, name, each_layout(own, numbers, epochs, draw)) as run:
             if name == "killed":
-                plan = [one for _ in range(kills) for one in planned(draw)][:kills]
-                found, _ = kill_again_and_again(run, plan, start_seconds, draw)
+                plan = [one for _ in range(kills) for one in draw_kills(draw)][:kills]
+                counts, _ = kill_again_and_again(run, plan, start_seconds, draw)
             else:
                 run.start()
                 start_seconds = run.wait_for_first_step()
             runs.append((run.weights(), samples(own)))
-    (wanted, theirs), (ours, seen) = runs
-    in_epochs = [
+    (expected_weights, expected_samples), (weights, seen) = runs
+    by_epoch = [
         [index for step in range(first, first + STEPS_IN_EPOCH) for index in seen[step]]
         for first in range(0, epochs * STEPS_IN_EPOCH, STEPS_IN_EPOCH)
     ]
-    is_right = seen == theirs and all(len({*one}) == len(one) == 3996 for one in in_epochs)
-    if not is_right or not are_equal(ours, wanted, 1e-6) or found.total() < kills:
+    is_right = seen == expected_samples
+    is_right &= all(len({*indices}) == len(indices) == 3996 for indices in by_epoch)
+    if not is_right or not are_equal(weights, expected_weights, 1e-6) or counts.total() < kills:
         kept = shutil.copytree(folder, tempfile.mkdtemp(), dirs_exist_ok=True)
-        raise SystemExit(f"wrong samples, weights or number of kills {found}: {kept}")
-    print(f"{found.total()} kills, {len(seen)} steps, the same samples and weights")
-    show(found)
+        raise SystemExit(f"samples, weights or the number of kills are wrong, {counts}: {kept}")
+    print(f"{counts.total()} kills, {len(seen)} steps, the same samples and weights")
+    show(counts)
 
 
 def kill_runs(folder: Path, configs: list[str], kills: int, draw: random.Random) -> None:
-    """Kill run after run.
+    """Kill one run after another, until there have been `kills` kills.
 
     Raises:
-        SystemExit: one has other weights than a run that nobody killed.
+        SystemExit: the weights of a run differ from those of a run that was never killed.
     """
-    killed, runs = Counter(), 0
+    counts, runs = Counter(), 0
     first = (CONFIGS / f"{configs[0]}.yaml", CONFIG)
-    with Changing(folder, "nobody_kills", repeat(first)) as run:
+    with Changing(folder, "never_killed", repeat(first)) as run:
         run.start()
         start_seconds = run.wait_for_first_step()
-        wanted = run.weights()
+        expected = run.weights()
     drawn = iter(lambda: (CONFIGS / f"{draw.choice(configs)}.yaml", CONFIG), None)
     with suppress(KeyboardInterrupt):
-        while killed.total() < kills:
+        while counts.total() < kills:
             with Changing(folder, f"run_{runs}", drawn) as run:
-                plan = planned(draw)[: kills - killed.total()]
-                here, start_seconds = kill_again_and_again(run, plan, start_seconds, draw)
-                if not are_equal(run.weights(), wanted, 1e-6 if len(configs) > 1 else 0.0):
+                plan = draw_kills(draw)[: kills - counts.total()]
+                new, start_seconds = kill_again_and_again(run, plan, start_seconds, draw)
+                if not are_equal(run.weights(), expected, 1e-6 if len(configs) > 1 else 0.0):
                     kept = shutil.copytree(folder, tempfile.mkdtemp(), dirs_exist_ok=True)
-                    raise SystemExit(f"{run.name} has other weights: {kept}")
-            killed, runs = killed + here, runs + 1
-            print(f"{killed.total()} kills, {runs} runs, the same weights", flush=True)
-    show(killed)
+                    raise SystemExit(f"the weights of {run.name} differ: {kept}")
+            counts, runs = counts + new, runs + 1
+            print(f"{counts.total()} kills, {runs} runs, the same weights", flush=True)
+    show(counts)
 
 
-def show(killed: Counter[str]) -> None:
+def show(counts: Counter[str]) -> None:
     """Print where kills fell."""
-    for where, number in sorted(killed.items()):
-        print(f"{number:4d} {where}")
+    for where, count in sorted(counts.items()):
+        print(f"{count:4d} {where}")
 
 
 def main() -> None:
-    """Kill, and print what was killed and when."""
+    """Kill runs, and print where the kills fell."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--kills", type=int, default=200)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--where", nargs="+", default=["cpu_2_processes"], metavar="CONFIG")
-    parser.add_argument("--processes", nargs="+", type=int, default=[], help="of one run, in turn")
+    parser.add_argument("--processes", nargs="+", type=int, default=[], help="of one run's starts")
     options = parser.parse_args()
     draw = random.Random(options.seed)
     with tempfile.TemporaryDirectory() as name:

@@ -1,4 +1,4 @@
-"""Launches that benchmarks kill, and their processes: for restart.py, kills.py and goodput.py."""
+"""Launches that restart.py, kills.py and goodput.py kill, and their processes."""
 
 import json
 import os
@@ -18,22 +18,22 @@ CONFIGS = ROOT / "accelerate_configs"
 def workers(launcher: int) -> list[psutil.Process]:
     """Return the training processes, by rank.
 
-    A forked one has its rank in its name, one that was started by a command in its environment.
+    The rank is in the name of a process that was forked, or else in its environment.
     """
-    found = {}
+    by_rank = {}
     with suppress(psutil.NoSuchProcess):
         for process in psutil.Process(launcher).children(recursive=True):
             with suppress(psutil.Error, OSError):
                 name = Path(f"/proc/{process.pid}/comm").read_text()
                 rank = name.removeprefix("rank ").strip() if name.startswith("rank ") else ""
                 rank = rank or process.environ().get("RANK", "")
-                if rank and int(rank) not in found:  # a loader worker comes after its parent
-                    found[int(rank)] = process
-    return [found[rank] for rank in sorted(found)]
+                if rank and int(rank) not in by_rank:  # a loader worker comes after its parent
+                    by_rank[int(rank)] = process
+    return [by_rank[rank] for rank in sorted(by_rank)]
 
 
 def kill_with_descendants(launcher: subprocess.Popen) -> None:
-    """Kill a launcher and all that it has started, if they still run."""
+    """Kill a launcher and all processes that it has started, if they still run."""
     with suppress(psutil.NoSuchProcess):
         for process in psutil.Process(launcher.pid).children(recursive=True):
             process.kill()
@@ -42,7 +42,7 @@ def kill_with_descendants(launcher: subprocess.Popen) -> None:
 
 
 class Run:
-    """A run of the tests' recipe on CPU processes; what is left of it ends with the block."""
+    """A run of the tests' recipe on CPU processes; at the end of the block, they are killed."""
 
     def __init__(self, parent: Path, name: str, config: str) -> None:
         self.parent, self.name, self.config = parent, name, config
@@ -70,7 +70,7 @@ class Run:
         return workers(self.launcher.pid) if self.launcher else []
 
     def start(self) -> subprocess.Popen:
-        """Start the launcher, or leave the one that runs."""
+        """Start a launcher, unless one is running."""
         if self.launcher is None or not self.is_running:
             self.begun, self.before = time.time(), []
             (self.parent / f"{self.name}.yaml").write_text(self.config)
@@ -86,7 +86,7 @@ class Run:
 
     @property
     def status(self) -> dict[str, Any]:
-        """Return the content of status.json; {} without one."""
+        """Return the content of status.json; {} if there is none."""
         path = self.folder / "status.json"
         return json.loads(path.read_text()) if path.exists() else {}
 
@@ -99,7 +99,7 @@ class Run:
         """Return the seconds from the beginning of the newest start to the end of its first step.
 
         Raises:
-            RuntimeError: the launcher has ended before.
+            RuntimeError: the launcher ended before that.
         """
         while not self.has_stepped:
             if not self.is_running:
@@ -113,11 +113,11 @@ class Run:
         worker.kill()
 
     def output(self) -> str:
-        """Return the end of what the launchers have printed."""
+        """Return the end of what the launchers printed."""
         return (self.parent / f"{self.name}.txt").read_text()[-3000:]
 
     def weights(self) -> bytes:
-        """Start until the run has finished; return the exported file."""
+        """Start the run until it has finished; return the content of the exported file."""
         for _ in range(10):
             if self.status.get("outcome") == "finished" and not self.is_running:
                 break

@@ -3,13 +3,13 @@
     python benchmarks/loop.py                     about 3 minutes on 2 idle cores
     python benchmarks/loop.py --peers             also against the libraries in peers.py
     python benchmarks/loop.py --cases mlp         half a minute
-    python benchmarks/loop.py --source /tmp/src   another copy of template/src, to try a change
+    python benchmarks/loop.py --source other/src  another copy of template/src, to try a change
 
 All loops train the same model on the same data with the same settings. They take turns, each in its
 own processes, in rounds of 12 steps (rounds.py), so that other load on the machine affects all of
-them. A round's result is the ratio of its step time to that of the hand-written loop, a case's
-result the median over its rounds, with quartiles. Where both loops draw the same random numbers,
-their weights must be equal after 20 steps. README.md explains the columns.
+them. The result of a round is the ratio of its step time to that of the hand-written loop; the
+result of a case is the median over its rounds, with quartiles. If both loops draw the same random
+numbers, their weights must be equal after 20 steps. README.md explains the columns.
 """
 
 import argparse
@@ -38,7 +38,7 @@ PEERS = {  # the package, and the function in peers.py
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """What is trained, and how. All else is the default of `Config`."""
+    """What is trained, and how; all other settings have the defaults of `Config`."""
 
     title: str
     task: str  # a class in tasks.py
@@ -46,20 +46,20 @@ class Case:
     processes: int | None = 2  # None: one for each GPU
     micro_batch_size: int
     accumulation: int = 1
-    rounds: int  # of each loop, without the first ones
+    rounds: int  # of each loop, without the first rounds, which are not timed
     draws: bool = False  # augmentation draws other random numbers in each loop
     precision: str = "no"
     compile: str = "no"  # whole, or regional: block by block, as in accelerate's dynamo_config
 
     @property
     def one_batch(self) -> bool:
-        """Whether each global batch is the whole data, so that its order changes nothing."""
+        """Return whether a global batch is the whole data, so that its order changes nothing."""
         global_batch = self.micro_batch_size * self.accumulation * (self.processes or 1)
         return self.recipe.get("samples") == global_batch
 
     @property
     def name(self) -> str:
-        """The case in words."""
+        """Return the case in words."""
         processes = "1 process" if self.processes == 1 else f"{self.processes} processes"
         words = [self.title, processes, f"accumulation {self.accumulation}"]
         words += [self.precision] * (self.precision != "no")
@@ -81,7 +81,7 @@ CASES = {
     "gpt": GPT,
     "gpt_accumulated": replace(GPT, accumulation=4, rounds=10),
 }
-# The size of GPT-2, with its vocabulary rounded up to a multiple of 64
+# The size of GPT-2, with its vocabulary rounded up to a multiple of 64.
 SIZE = {"vocabulary": 50304, "sequence_length": 1024, "width": 768, "depth": 12, "heads": 12}
 GPT_124M = Case(
     title="GPT of 124 M",
@@ -97,7 +97,7 @@ GPU_CASES = {
     "gpt_124m_compiled": replace(GPT_124M, compile="whole"),
     "gpt_124m_regional": replace(GPT_124M, compile="regional"),
 }
-CHECKS = {  # for the weights, not for the times; run by tests/test_benchmarks.py
+CHECKS = {  # cases that check the weights, not the times; run by tests/test_benchmarks.py
     "one_batch": replace(
         MLP, title="tiny MLP on one batch", accumulation=2, recipe={"samples": 128}
     ),
@@ -108,14 +108,14 @@ CHECKS = {  # for the weights, not for the times; run by tests/test_benchmarks.p
         draws=False,
     ),
 }
-MOST_DIFFERENT = 1e-3  # weights in float32, relative to their largest change; measured: 2e-5
+MAX_DIFFERENCE = 1e-3  # of weights in float32, relative to their largest change; measured: 2e-5
 
 
 # ---- one process of a loop -----------------------------------------------------------------------
 def work(
     index: int, case: Case, turns: Any, ports: list[int], source: str, folder: str, device: str
 ) -> None:
-    """Train in this process, by the loop that the index states, and save the times."""
+    """Train in this process with the loop that the index selects, and save the times."""
     assert case.processes
     position, rank = divmod(index, case.processes)
     loop = turns.loops[position]
@@ -160,7 +160,7 @@ def work(
 
 
 def train_ours(settings: Any) -> None:
-    """Run the project's main, as its command does."""
+    """Train with the project's main, as its command does."""
     from my_project import exits
     from my_project.config import BatchesConfig, Config, OptimConfig
     from my_project.train import main
@@ -192,7 +192,7 @@ def train_ours(settings: Any) -> None:
     )
     assert config.telemetry.every_steps == settings.log_every
     if code := main(config):
-        raise RuntimeError(f"the run ended with {code}")
+        raise RuntimeError(f"the run ended with exit code {code}")
 
 
 # ---- one case ------------------------------------------------------------------------------------
@@ -223,7 +223,11 @@ def measure(case: Case, loops: list[str], source: str, device: str) -> list[Any]
 
 
 def show(case: Case, loops: list[str], times: list[Any]) -> None:
-    """Print a line for each loop; refuse one whose weights should be equal and are not."""
+    """Print a row for each loop.
+
+    Raises:
+        RuntimeError: the weights of a loop should equal those of the hand-written loop but do not.
+    """
     from rounds import ratios
 
     reference = times[loops.index(HAND_WRITTEN)]
@@ -237,7 +241,7 @@ def show(case: Case, loops: list[str], times: list[Any]) -> None:
         if loop == OURS or (case.one_batch and loop != HAND_WRITTEN):
             difference = own.weights_differ(reference)
             compared = "other draws" if case.draws else f"{difference:.0e}"
-            if not case.draws and case.precision == "no" and difference > MOST_DIFFERENT:
+            if not case.draws and case.precision == "no" and difference > MAX_DIFFERENCE:
                 raise RuntimeError(f"{case.name}, {loop}: the weights differ by {compared}")
         cells = [case.name, loop, f"{wall:.2f}", wall_ratio, quartiles, f"{cpu:.2f}", cpu_ratio]
         print_row(*cells, compared)
@@ -273,7 +277,7 @@ def main() -> None:
         "--cases", nargs="+", choices=list(cases), help="default: those for the device"
     )
     parser.add_argument("--peers", action="store_true", help="also time the libraries in peers.py")
-    parser.add_argument("--rounds", type=int, help="of each loop, at least 2; default: by case")
+    parser.add_argument("--rounds", type=int, help="of each loop, at least 2; default: per case")
     parser.add_argument("--source", default=str(ROOT / "template" / "src"))
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     arguments = parser.parse_args()
@@ -307,7 +311,7 @@ def main() -> None:
         show(case, loops, measure(case, loops, arguments.source, arguments.device))
     for name in [name for name in peers if name not in installed]:
         print_row("all", name, "not installed", *[""] * 5)
-    print(f"\nload average of the last minute: {os.getloadavg()[0]:.2f}, the benchmark's included")
+    print(f"\nload average of the last minute: {os.getloadavg()[0]:.2f}, including the benchmark")
 
 
 if __name__ == "__main__":

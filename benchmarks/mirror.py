@@ -1,11 +1,10 @@
-"""See how the memory of a process that uploads grows, and time its steps during uploads.
+"""Measure how the memory of a process grows that uploads its saves, and time its steps meanwhile.
 
     python benchmarks/mirror.py                    50 saves of 12 MB, and 1.2 GB at 20 MB/s
 
-The server speaks S3 (tests/s3_server.py), behind a proxy that passes on so many bytes per second.
-Training has the first core alone, server and proxy the others. After each save, steps are timed
-while the thread of the mirror uploads, and as many when it has nothing to do; the save itself has
-ended before.
+The server speaks S3 (tests/s3_server.py), behind a proxy that limits the bytes per second. Training
+has the first core to itself; server and proxy have the others. After each save has ended, steps are
+timed while the mirror's thread uploads, and then as many steps while it is idle.
 """
 
 import argparse
@@ -27,11 +26,11 @@ def main() -> None:
     )
     parser.add_argument("--parameters", type=int, default=100, help="in millions")
     parser.add_argument("--rate", type=float, default=20.0, help="of the proxy, in MB/s")
-    parser.add_argument("--uploads", type=int, default=3, help="that are timed")
-    parser.add_argument("--saves", type=int, default=50, help="whose memory is measured")
+    parser.add_argument("--uploads", type=int, default=3, help="number of timed uploads")
+    parser.add_argument("--saves", type=int, default=50, help="saves, for the growth of memory")
     arguments = parser.parse_args()
     first, *others = sorted(os.sched_getaffinity(0))
-    os.sched_setaffinity(0, others or {first})  # of the processes that are started now
+    os.sched_setaffinity(0, others or {first})  # server and proxy inherit it
     from s3_server import s3_server
     from throttle import throttled
 
@@ -48,12 +47,12 @@ def main() -> None:
 
 
 def make_saver(folder: Path, parameters: int, url: str):
-    """Return a model's step, and what saves and mirrors it.
+    """Return a function that takes a step, and a saver with a mirror.
 
     Args:
-        folder: for runs.
-        parameters: in millions.
-        url: of the mirror.
+        folder: the folder for runs.
+        parameters: of the model, in millions.
+        url: the URL of the mirror.
     """
     import tasks
     import torch
@@ -111,19 +110,20 @@ def time_steps(folder: Path, parameters: int, uploads: int, url: str) -> None:
         seconds.append(time.perf_counter() - began)
         alone += [step() for _ in range(count)]
     assert not saver.mirror.failure, saver.mirror.failure
-    one, other = statistics.median(during), statistics.median(alone)
+    median_during, median_alone = statistics.median(during), statistics.median(alone)
     newest = max(folder.glob("run/checkpoints/*"))
     size = sum(path.stat().st_size for path in newest.iterdir())
     print(
         f"{size / 1e9:.2f} GB uploaded in {statistics.median(seconds):.1f} s; a step takes"
-        f" {1e3 * one:.1f} ms meanwhile and {1e3 * other:.1f} ms alone (medians of {len(during)}):"
-        f" {one / other:.3f}; means {statistics.mean(during) / statistics.mean(alone):.3f}",
+        f" {1e3 * median_during:.1f} ms meanwhile and {1e3 * median_alone:.1f} ms alone (medians of"
+        f" {len(during)}): {median_during / median_alone:.3f}; means"
+        f" {statistics.mean(during) / statistics.mean(alone):.3f}",
         flush=True,
     )
 
 
 def measure_memory(folder: Path, saves: int, url: str) -> None:
-    """Print the resident memory after 5 saves and after all."""
+    """Print the resident memory after 5 saves and after all saves."""
     import psutil
     from my_project.state import TrainState
 

@@ -1,11 +1,11 @@
-"""Time what a lost node and a node that comes cost: from the event to the next new step.
+"""Time how long a lost node, and a node that joins, stop a run: until the next new step.
 
     python benchmarks/nodes.py               as root, about 12 minutes on 2 cores; Linux
     python benchmarks/nodes.py --times 1
 
 Three hosts (network namespaces) train a tiny model with one process each and a checkpoint at every
-tenth step. Host 2 is lost, as in a power failure, and is started again a while later. By the
-project's launcher with --min_machines 2, and by torchrun --nnodes 2:3 with its c10d rendezvous.
+tenth step. Host 2 is lost, as in a power failure, and is started again a while later. The launchers
+are the project's with --min_machines 2, and torchrun --nnodes 2:3 with its c10d rendezvous.
 """
 
 import argparse
@@ -30,7 +30,7 @@ checkpoints: {every_steps: 10}
 evaluation: {sanity_check: false}
 telemetry: {every_steps: 1, trackers: []}
 """
-LIMIT = 240.0  # seconds without a step, after which it counts as none
+LIMIT = 240.0  # seconds to wait for a step
 OURS = (sys.executable, "-m", "my_project.launch", "--config_file")
 OURS += ("accelerate_configs/cpu_2_processes.yaml", "--num_machines", "3", "--num_processes", "3")
 OURS += ("--main_process_ip", ADDRESSES[0], "--main_process_port", "29500", "--min_machines", "2")
@@ -43,20 +43,19 @@ TRAIN = ("-m", "my_project.train", "--config", "tiny.yaml")
 
 
 def newest_step(folder: Path) -> int:
-    """Return the step of the newest record."""
+    """Return the step of the newest record of an interval; 0 if there is none."""
     path = folder / "metrics.jsonl"
     lines = path.read_text().splitlines() if path.exists() else []
-    found = (json.loads(line) for line in reversed(lines) if line.endswith("}"))
-    return next((one["step"] for one in found if one.get("kind") == "interval"), 0)
+    records = (json.loads(line) for line in reversed(lines) if line.endswith("}"))
+    return next((record["step"] for record in records if record.get("kind") == "interval"), 0)
 
 
 def seconds_to(hosts: Hosts, step: int) -> float:
-    """Wait for a step; return the seconds, or infinity after LIMIT."""
+    """Wait for a step; return the seconds, or infinity after LIMIT or if all launchers ended."""
     began = time.monotonic()
     while newest_step(hosts.run_folder) < step:
-        if time.monotonic() > began + LIMIT or all(
-            one.poll() is not None for one in hosts.commands
-        ):
+        have_ended = all(command.poll() is not None for command in hosts.commands)
+        if have_ended or time.monotonic() > began + LIMIT:
             return float("inf")
         time.sleep(0.01)
     return time.monotonic() - began
@@ -72,7 +71,7 @@ def start(hosts: Hosts, host: int, launcher: tuple[str, ...]) -> None:
 def measure(launcher: tuple[str, ...]) -> tuple[float, float]:
     """Return the seconds from a loss to the next new step, and the pause when the node is back.
 
-    The pause is the longest time between two new steps after the launcher of the node was started.
+    The pause is the longest time between two new steps after the node's launcher was started again.
     """
     with tempfile.TemporaryDirectory() as name, Hosts(Path(name), 3) as hosts:
         for link in ("src", "accelerate_configs"):
@@ -108,10 +107,12 @@ def main() -> None:
     print(f"| {options.times} times, median | loss to next step, s | pause when it is back, s |")
     print("|---|---|---|")
     for name, launcher in {"ours": OURS, "torchrun --nnodes 2:3": TORCHRUN}.items():
-        found = [measure(launcher) for _ in range(options.times)]
-        shown = (statistics.median(column) for column in zip(*found, strict=True))
-        words = (f"{one:.1f}" if one < LIMIT else f"none in {LIMIT:.0f}" for one in shown)
-        print(f"| {name} | {' | '.join(words)} |", flush=True)
+        rows = [measure(launcher) for _ in range(options.times)]
+        medians = (statistics.median(column) for column in zip(*rows, strict=True))
+        cells = (
+            f"{seconds:.1f}" if seconds < LIMIT else f"none in {LIMIT:.0f}" for seconds in medians
+        )
+        print(f"| {name} | {' | '.join(cells)} |", flush=True)
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
 """The same training with four libraries, each as its own documentation writes a loop.
 
-Each function is called in processes of its own and imports its library. Where a library has a
-choice, the choice is that of the other loops: fused AdamW, logging to TensorBoard, no progress bar,
-no checkpoints. Samples are shuffled by the library's own sampler.
+Each function runs in its own processes and imports its library. Options are set as in the other
+loops: fused AdamW, logging to TensorBoard, no progress bar, no checkpoints. Samples are shuffled by
+the library's own sampler.
 """
 
 import math
@@ -23,7 +23,7 @@ def parts(settings: Settings) -> tuple[Any, nn.Module]:
 
 
 def loader(settings: Settings, data: Any) -> DataLoader:
-    """Return the DataLoader that a library then distributes over its processes."""
+    """Return the DataLoader, which a library then distributes over its processes."""
     return DataLoader(
         data,
         batch_size=settings.micro_batch_size,
@@ -36,13 +36,13 @@ def loader(settings: Settings, data: Any) -> DataLoader:
 def adamw(
     settings: Settings, model: nn.Module, scheduler_steps: int = 1, *, fused: bool = True
 ) -> tuple[torch.optim.Optimizer, Any]:
-    """Return the optimizer, and the schedule as a scheduler of torch.
+    """Return the optimizer and a torch scheduler.
 
     Args:
-        settings: of all loops.
-        model: whose parameters are trained.
+        settings: the settings of all loops.
+        model: the model whose parameters are trained.
         scheduler_steps: how often the scheduler steps in one optimizer step.
-        fused: one kernel for all weights.
+        fused: use one kernel for all weights.
     """
     groups = [
         {"params": [p for p in model.parameters() if p.ndim >= 2]},
@@ -74,7 +74,7 @@ def accelerate_example(settings: Settings) -> None:
     )
     accelerator.init_trackers("benchmark")
     data, model = parts(settings)
-    # a prepared scheduler takes a step per process in each optimizer step
+    # a prepared scheduler takes one step per process in each optimizer step
     optimizer, scheduler = adamw(settings, model, accelerator.num_processes)
     model, optimizer, batches, scheduler = accelerator.prepare(
         model, optimizer, loader(settings, data), scheduler
@@ -168,7 +168,7 @@ def lightning_trainer(settings: Settings) -> None:
             return loss
 
         def configure_optimizers(self) -> Any:
-            # its precision plugin refuses to clip for a fused optimizer
+            # Lightning's precision plugin refuses to clip gradients for a fused optimizer
             fused = settings.precision == "no"
             optimizer, scheduler = adamw(settings, self.model, fused=fused)
             schedule: Any = {"scheduler": scheduler, "interval": "step"}
@@ -236,5 +236,5 @@ def transformers_trainer(settings: Settings) -> None:
 
 
 def on_device() -> dict[str, str]:
-    """Return Lightning's option for the device."""
+    """Return Lightning's options for the device."""
     return {"accelerator": "gpu" if torch.cuda.is_available() else "cpu"}

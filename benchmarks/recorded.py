@@ -1,4 +1,4 @@
-"""The recipe of the tests, which records the samples of each step; for kills.py."""
+"""The recipe of the tests, recording the samples of each step; for kills.py."""
 
 import json
 import os
@@ -12,17 +12,17 @@ from ragged import Ragged  # pyright: ignore[reportMissingImports]
 
 @dataclass(frozen=True, kw_only=True)
 class Recorded(Ragged):
-    """Append a line for each micro-batch: the start, the step and the indices of its samples."""
+    """Appends a line to a file for each micro-batch: start, step and indices of its samples."""
 
     file: str = ""
-    step_seconds: float = 0.06  # that a step takes at least, by any number of processes
+    step_seconds: float = 0.06  # minimum duration of a step, for any number of processes
 
     def loss(self, model: Any, batch: Any, step: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Note the samples of training, wait, and compute."""
-        if not model.training:  # a check of the recipe
+        """Record the samples, wait, and compute the loss; checks of the recipe only compute it."""
+        if not model.training:
             return super().loss(model, batch, step)
         indices, processes = batch["index"].tolist(), int(os.environ.get("WORLD_SIZE", "1"))
-        # a restart in place has the variable of its launch, and one process no number of restarts
+        # LAUNCH_TIME does not change in a restart in place; one process has no restart count
         restart = os.environ["TORCHELASTIC_RESTART_COUNT"] if processes > 1 else os.getpid()
         line = [f"{os.environ['LAUNCH_TIME']} {restart}", step, indices]
         file = os.open(self.file, os.O_WRONLY | os.O_APPEND | os.O_CREAT)

@@ -1,10 +1,10 @@
-"""Time what the records of a run cost, alone: microseconds per step and per record.
+"""Time the code that writes the records of a run, alone: microseconds per step and per record.
 
     python benchmarks/records.py                  CPU: the clock
     python benchmarks/records.py --device cuda    a GPU: CUDA events, NVML
 
-The calls are those of train.py, with nothing between them: no batch, no model, one process. Each
-figure is the median of 7 rounds of 2,000 steps.
+The calls are those of train.py, with nothing between them: no batch and no model; in one process.
+Each figure is the median of 7 rounds of 2,000 steps.
 """
 
 import argparse
@@ -45,7 +45,7 @@ class Feed:
 
 
 def seconds_per_step(device: torch.device, accumulation: int, every_steps: int) -> float:
-    """Take steps that consist of nothing but the calls of train.py; return the median."""
+    """Take steps that consist only of the calls of train.py; return the median seconds."""
     with tempfile.TemporaryDirectory() as folder:
         config = make_config(Path(folder), steps=10**9, telemetry__every_steps=every_steps)
         run = Run(config, rank=0)
@@ -62,8 +62,8 @@ def seconds_per_step(device: torch.device, accumulation: int, every_steps: int) 
         layout = BatchLayout(global_batch_size=32, micro_batches=accumulation, world_size=1)
         state = TrainState()
         model = torch.nn.Linear(1, 1)
-        found, step = [], 0
-        # what a log, a bar and trackers do with a record has a cost of its own
+        seconds, step = [], 0
+        # without the log, the bar and the trackers
         recorder.OUTPUTS = (Performance, Profiler)
         metrics = recorder.Recorder(accelerator, run, layout, state, model)
         recorder.log_record = lambda *_: None
@@ -80,8 +80,8 @@ def seconds_per_step(device: torch.device, accumulation: int, every_steps: int) 
                         state.observe(report)
                         metrics.observe(report)
                     step += 1
-                found.append((time.perf_counter() - start) / STEPS)
-    return statistics.median(found)
+                seconds.append((time.perf_counter() - start) / STEPS)
+    return statistics.median(seconds)
 
 
 def main() -> None:

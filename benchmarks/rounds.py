@@ -1,9 +1,9 @@
 """Let training loops take turns, each in its own processes, and time their optimizer steps.
 
-All loops are alive at once. The processes of one train for a round of steps while those of the
-others wait, so that other load on the machine affects all loops, and each has its process, its
-process group and its main thread to itself. Turns change in a hook that torch calls after each
-optimizer step; loops, recipes and libraries run unchanged.
+All loops are alive at the same time. The processes of one loop train for a round of steps while
+those of the others wait, so other load on the machine affects all loops, and each loop has its own
+process, process group and main thread. Turns change in a hook that torch calls after each optimizer
+step; loops, recipes and libraries run unchanged.
 """
 
 import multiprocessing
@@ -16,21 +16,21 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 STEPS_PER_ROUND = 12
-DROP_STEPS = 2  # at the beginning of each round: the caches hold the data of another loop
-DROP_ROUNDS = 2  # at the beginning of each loop
+DROP_STEPS = 2  # not timed at the beginning of a round: the caches hold the data of another loop
+DROP_ROUNDS = 2  # not timed at the beginning of a loop
 CHECK_STEP = 20  # the weights of the loops are compared after this step
 
 
 def steps_of(rounds: int) -> int:
-    """Return the optimizer steps of a loop that runs so many timed rounds."""
+    """Return the number of optimizer steps of a loop with this number of timed rounds."""
     return 1 + (DROP_ROUNDS + rounds) * STEPS_PER_ROUND  # the first step ends the setup
 
 
 class Turns:
-    """Whose turn it is; every process of a case has a copy."""
+    """Passes the turn from loop to loop; every process of a case has a copy."""
 
     def __init__(self, loops: list[str], processes: int) -> None:
-        """Create the turns of loops by name, in their order, of `processes` processes each."""
+        """Let loops take turns in the order of their names; each has `processes` processes."""
         context = multiprocessing.get_context("spawn")
         self.loops = loops
         self.processes = processes
@@ -44,7 +44,7 @@ class Turns:
             self._wait(loop, rank)
 
     def pass_on(self, loop: str, rank: int) -> None:
-        """Give the turn to the next loop; return when it is this loop's again."""
+        """Give the turn to the next loop; return when it is this loop's turn again."""
         self._release_next(loop)
         self._wait(loop, rank)
 
@@ -58,7 +58,7 @@ class Turns:
             semaphore.release()
 
     def _wait(self, loop: str, rank: int) -> None:
-        for _ in range(self.processes):  # each process of the loop before releases once
+        for _ in range(self.processes):  # each process of the previous loop releases once
             self.turns[loop][rank].acquire()
 
 
@@ -66,13 +66,13 @@ class Recorder:
     """Times the optimizer steps of this process, and waits for the turns of its loop."""
 
     def __init__(self, turns: Turns, loop: str, rank: int, steps: int) -> None:
-        """Record from now on; `steps` is the number of optimizer steps of the loop."""
+        """Begin to record; `steps` is the number of optimizer steps of the loop."""
         self.turns = turns
         self.loop = loop
         self.rank = rank
         self.last_step = steps - 1
         self.step = 0
-        # per round, the clock at its start and after each step: (wall time, CPU time) in seconds
+        # per round, the clocks at its start and after each step: (wall time, CPU time) in seconds
         self.rounds: list[list[tuple[float, float]]] = []
         self.weights: list[list[torch.Tensor]] = []  # after step 0 and after CHECK_STEP
         register_optimizer_step_post_hook(self._step_ended)
@@ -80,7 +80,7 @@ class Recorder:
     def _step_ended(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         round_ends = self.step % STEPS_PER_ROUND == 0
         if round_ends and torch.cuda.is_initialized():
-            torch.cuda.synchronize()  # this loop's kernels must not run in another's round
+            torch.cuda.synchronize()  # no kernel of this loop may run in the round of another loop
         if self.rounds:
             self._read_clocks()
         if self.step in (0, CHECK_STEP):
@@ -101,25 +101,29 @@ class Recorder:
         self.rounds[-1].append((time.perf_counter(), time.process_time()))
 
     def save(self, path: Path) -> None:
-        """Write the times and the weights for `Times`; refuse a loop that took fewer steps."""
+        """Write the times and the weights for `Times`.
+
+        Raises:
+            RuntimeError: the loop took another number of steps.
+        """
         if self.step != self.last_step + 1:
             raise RuntimeError(f"{self.loop} took {self.step} steps, not {self.last_step + 1}")
         torch.save({"rounds": self.rounds[:-1], "weights": self.weights}, path)
 
 
 class Times:
-    """The times of one loop's steps, by rounds, from what its recorders have saved."""
+    """The times of a loop's steps by round, as its recorders saved them."""
 
     def __init__(self, paths: list[Path]) -> None:
         """Read the files of all ranks: wall time of rank 0, CPU time as the mean of the ranks."""
         ranks = [torch.load(path) for path in paths]
         self.weights: list[list[torch.Tensor]] = ranks[0]["weights"]
-        self.wall = self._of_steps(ranks[0]["rounds"], 0)
-        cpu = [self._of_steps(rank["rounds"], 1) for rank in ranks]
+        self.wall = self._step_seconds(ranks[0]["rounds"], 0)
+        cpu = [self._step_seconds(rank["rounds"], 1) for rank in ranks]
         self.cpu = [statistics.mean(times) for times in zip(*cpu, strict=True)]
 
     @staticmethod
-    def _of_steps(rounds: list[list[tuple[float, float]]], clock: int) -> list[float]:
+    def _step_seconds(rounds: list[list[tuple[float, float]]], clock: int) -> list[float]:
         """Return the mean seconds of a step in each round."""
         steps = STEPS_PER_ROUND - DROP_STEPS
         return [(r[-1][clock] - r[DROP_STEPS][clock]) / steps for r in rounds[DROP_ROUNDS:]]

@@ -3,12 +3,12 @@
     python benchmarks/saving.py                        100 M parameters with AdamW: 1.2 GB
     python benchmarks/saving.py --device cuda --folder /shared/storage
 
-After each step the loop's call that saves is timed, in the foreground and in the background, and so
-are two others of the same model and optimizer, to the same disk. accelerate's `save_state` writes
+The loop's call that saves is timed after each step, in the foreground and in the background. Two
+other functions are timed on the same model, optimizer and disk. accelerate's `save_state` writes
 while the step waits, and neither flushes to disk nor hashes. torch's `async_save` (of
-torch.distributed.checkpoint) copies to host memory, here by a stager that is kept from save to
-save, and writes and flushes in a thread, without a hash. The kinds take turns, so that another load
-of the machine hits each alike. The first save in the background also allocates the host memory that
+torch.distributed.checkpoint) copies to host memory, here with a stager that is kept between saves,
+then writes and flushes in a thread, without a hash. The kinds take turns, so that other load on the
+machine affects all of them. The first save in the background also allocates the host memory that
 later saves reuse.
 """
 
@@ -27,7 +27,7 @@ ROOT = Path(__file__).resolve().parent.parent
 
 
 def main() -> None:
-    """Time saves by the loop, by save_state and by async_save, after a first of each."""
+    """Time saves by the loop, by save_state and by async_save; the first of each is not counted."""
     parser = argparse.ArgumentParser(
         allow_abbrev=False,
         description=__doc__,
@@ -39,9 +39,9 @@ def main() -> None:
     parser.add_argument(
         "--niceness",
         type=int,
-        help="of the thread that saves, in place of what the loop gives it (Linux)",
+        help="of the thread that saves; default: that of the loop (Linux)",
     )
-    parser.add_argument("--saves", type=int, default=6, help="of each kind, the first not counted")
+    parser.add_argument("--saves", type=int, default=6, help="of each kind; the first is left out")
     arguments = parser.parse_args()
     sys.path[:0] = [str(ROOT / "template" / "src"), str(ROOT / "benchmarks")]
     import accelerate
@@ -69,7 +69,7 @@ def main() -> None:
         if batch.is_cuda:
             torch.cuda.synchronize()
 
-    def saver_of(kind: str) -> saving.Checkpoints:
+    def make_saver(kind: str) -> saving.Checkpoints:
         config = Config(
             recipe=tasks.TinyMlp(),
             batches=BatchesConfig(global_batch_size=8),
@@ -102,10 +102,10 @@ def main() -> None:
     alone: list[float] = []
     futures: list[Any] = []
     with tempfile.TemporaryDirectory(dir=arguments.folder) as folder:
-        savers = {kind: saver_of(kind) for kind in ("foreground", "background")}
+        savers = {kind: make_saver(kind) for kind in ("foreground", "background")}
 
         def save(kind: str, number: int) -> Callable[[], bool]:
-            """Save, or begin to; return what says whether the save is going on."""
+            """Save, or begin to; return a function that returns whether the save is going on."""
             if kind == "save_state":
                 accelerator.save_state(f"{folder}/save_state")
                 return lambda: False
@@ -122,19 +122,19 @@ def main() -> None:
 
         for number in range(arguments.saves):
             for kind in kinds:
-                os.sync()  # what the kind before has left to the kernel
+                os.sync()  # writes that the previous kind has left to the kernel
                 start, cpu_start = time.perf_counter(), time.process_time()
-                goes_on = save(kind, number)
+                is_saving = save(kind, number)
                 waited[kind].append(time.perf_counter() - start)
                 cpu[kind].append(time.process_time() - cpu_start)
-                while goes_on():
+                while is_saving():
                     take_step(during[kind])
                 saved[kind].append(time.perf_counter() - start)
-                step()  # not counted: what it reads has left the cache
+                step()  # not counted: the save has evicted the weights from the cache
                 take_step(alone)
             shutil.rmtree(f"{folder}/async_save")
         for future in futures:
-            future.result()  # raises what has failed
+            future.result()  # raises if a save has failed
         stager.close()
         savers["background"].wait()
         for saver in savers.values():
@@ -142,12 +142,12 @@ def main() -> None:
         newest = f"foreground/checkpoints/step_{arguments.saves - 1:08d}"
         files = [path for path in Path(folder, newest).iterdir() if path.is_file()]
         print(f"a checkpoint is {sum(path.stat().st_size for path in files) / 1e9:.2f} GB")
-    of_save_state = statistics.median(waited["save_state"][1:])
+    save_state_seconds = statistics.median(waited["save_state"][1:])
     for kind, seconds in waited.items():
         median = statistics.median(seconds[1:])
         line = (
-            f"{kind:10}: the step waits {median:.2f} s ({median / of_save_state:.0%} of save_state;"
-            f" first {seconds[0]:.2f} s)"
+            f"{kind:10}: the step waits {median:.2f} s ({median / save_state_seconds:.0%} of"
+            f" save_state; first save {seconds[0]:.2f} s)"
         )
         if during[kind]:
             step_seconds, alone_seconds = map(statistics.median, (during[kind], alone))

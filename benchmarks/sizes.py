@@ -1,8 +1,8 @@
-"""The table of sizes in accelerate_configs/README.md, from simulated steps.
+"""Print the table of sizes in accelerate_configs/README.md, from simulated steps.
 
     PYTHONPATH=template/src .venv/bin/python benchmarks/sizes.py
 
-prints it, in about five minutes.
+It takes about five minutes.
 """
 
 from dataclasses import dataclass
@@ -23,7 +23,7 @@ CLUSTERS = (
 
 @dataclass(frozen=True, kw_only=True)
 class Sized(CausalLM):
-    """causal_lm without data: 32,000 tokens in the vocabulary, sequences of 2,048."""
+    """causal_lm without data: a vocabulary of 32,000 tokens, sequences of 2,048 tokens."""
 
     sequence_length: int = 2048
 

@@ -1,13 +1,13 @@
-"""Time a launch from the command line to the end of the first step, and the memory it takes.
+"""Time a launch from the command to the end of the first step, and measure its memory.
 
     python benchmarks/start.py                 5 rounds, about 5 minutes on 2 cores; Linux
     python benchmarks/start.py --rounds 3 --processes 8 --cases "train, torchrun" "train, ours"
 
-Started in turn, round by round: the train module of the project under torchrun, under accelerate
+Each round starts every case once: the train module of the project under torchrun, under accelerate
 launch and by its own command, and a plain script under torchrun. All train the same MLP on CPU
 processes (first_step.py). Other load on the machine changes the seconds, so CPU time is shown too:
-of the processes until step 1 has ended, all together, and of the launcher with all that it has
-waited for. Ratios are those of a round to its first case; all are medians.
+that of all processes together until step 1 has ended, and that of the launcher with the children
+that it has waited for. Ratios compare with the first case of a round. All figures are medians.
 """
 
 import argparse
@@ -36,7 +36,7 @@ def commands(folder: Path, processes: int) -> dict[str, list[str]]:
     """Return the commands by name."""
     config = folder / "mlp.yaml"
     config.write_text(CONFIG.format(size=32 * processes), encoding="utf-8")
-    where = folder / "where.yaml"  # cpu_2_processes.yaml for any number, of which one has its own
+    where = folder / "where.yaml"  # cpu.yaml, or cpu_2_processes.yaml with another number
     name = "cpu" if processes == 1 else "cpu_2_processes"
     text = (ROOT / f"accelerate_configs/{name}.yaml").read_text(encoding="utf-8")
     text = text.replace('"-1,-1"', f'"{",".join(["-1"] * processes)}"')
@@ -62,23 +62,23 @@ def start(command: list[str], processes: int, source: Path) -> dict[str, float]:
         settings = {"PYTHONPATH": paths, "START_FOLDER": folder, "OMP_NUM_THREADS": "1"}
         settings |= {"ACCELERATE_USE_CPU": "true"}
         environment = os.environ | settings
-        environment.pop("PYTHONDONTWRITEBYTECODE", None)  # it would compile our modules each time
+        environment.pop("PYTHONDONTWRITEBYTECODE", None)  # else modules are compiled each time
         begun = time.time()
         done = subprocess.run(
             command, env=environment, capture_output=True, text=True, check=False, timeout=300
         )
         ranks = range(processes)
-        # what comes after the last note is not measured
+        # whatever happens after the last note is not measured
         if not all((Path(folder) / f"19_{rank}.json").is_file() for rank in ranks):
             raise RuntimeError(f"{' '.join(command)}\n{done.stdout}{done.stderr}")
         first = [json.loads((Path(folder) / f"1_{rank}.json").read_text()) for rank in ranks]
         last = [json.loads((Path(folder) / f"19_{rank}.json").read_text()) for rank in ranks]
     return {
-        "seconds": max(found["time"] for found in first) - begun,
-        "processes' CPU s": sum(found["cpu_seconds"] for found in first),
+        "seconds": max(used["time"] for used in first) - begun,
+        "processes' CPU s": sum(used["cpu_seconds"] for used in first),
         "launcher's CPU s": first[0]["launcher_cpu_seconds"],
-        "RSS, MB": max(found["VmRSS"] for found in last),
-        "of it not of files, MB": max(found["RssAnon"] for found in last),
+        "RSS, MB": max(used["VmRSS"] for used in last),
+        "anonymous RSS, MB": max(used["RssAnon"] for used in last),
     }
 
 
@@ -91,26 +91,25 @@ def main() -> None:
     parser.add_argument("--cases", nargs="+", choices=names, default=names)
     parser.add_argument("--source", type=Path, default=ROOT / "template/src", help="another copy")
     options = parser.parse_args()
-    found: dict[str, list[dict[str, float]]] = {}
+    by_case: dict[str, list[dict[str, float]]] = {}
     for number in range(options.rounds + 1):
         with tempfile.TemporaryDirectory() as folder:
             cases = commands(Path(folder), options.processes)
             for name in options.cases:
                 numbers = start(cases[name], options.processes, options.source)
-                if number:  # the first round compiles modules and reads them from the disk
-                    found.setdefault(name, []).append(numbers)
-    baseline = found[options.cases[0]]
+                if number:  # not the first round, which compiles modules and reads them from disk
+                    by_case.setdefault(name, []).append(numbers)
+    baseline = by_case[options.cases[0]]
     columns = [*baseline[0]]
     print(f"| {options.rounds} rounds | {' | '.join(columns)} | seconds, ratio | CPU s, ratio |")
     print("|---" * (len(columns) + 3) + "|")
-    for name, rounds in found.items():
-        shown = [f"{statistics.median(r[column] for r in rounds):.4g}" for column in columns]
-        ratios = []
+    for name, rounds in by_case.items():
+        cells = [f"{statistics.median(r[column] for r in rounds):.4g}" for column in columns]
         for parts in (columns[:1], columns[1:3]):
             pairs = zip(rounds, baseline, strict=True)
-            each = [sum(a[p] for p in parts) / sum(b[p] for p in parts) for a, b in pairs]
-            ratios.append(f"{statistics.median(each):.2f}")
-        print(f"| {name} | {' | '.join(shown + ratios)} |")
+            ratios = [sum(a[p] for p in parts) / sum(b[p] for p in parts) for a, b in pairs]
+            cells.append(f"{statistics.median(ratios):.2f}")
+        print(f"| {name} | {' | '.join(cells)} |")
 
 
 if __name__ == "__main__":

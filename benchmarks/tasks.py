@@ -1,6 +1,7 @@
 """The recipes that all loops train, written as a user writes one: plain datasets, no collate.
 
-Beside the contract of a recipe they have `mean_loss`, which loops other than the project's call.
+In addition to the methods of a recipe they have `mean_loss`, which the loops other than the
+project's call.
 """
 
 from dataclasses import dataclass
@@ -19,9 +20,9 @@ from torch.utils.data import TensorDataset
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """What every loop is given."""
+    """The settings of every loop."""
 
-    recipe: Any  # one of this module
+    recipe: Any  # an instance of a class of this module
     steps: int
     processes: int
     micro_batch_size: int
@@ -38,7 +39,7 @@ class Settings:
 
 
 class OwnDataset(TensorDataset):
-    """A dataset that is read sample by sample, as a user writes it."""
+    """A dataset of its own class, which is read sample by sample."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,7 +50,7 @@ class TinyMlp:
     width: int = 128
     classes: int = 10
     samples: int = 8192
-    own_class: bool = False  # a dataset whose __getitem__ the loop cannot know
+    own_class: bool = False  # use OwnDataset, whose __getitem__ the loop does not know
 
     def prepare_data(self) -> dict[str, Any]:
         """Return no data_info; the data is random."""

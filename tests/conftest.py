@@ -1,4 +1,4 @@
-"""The template as users get it: what git tracks, never the working folder."""
+"""Fixtures: the template as users get it (the files that git tracks), and emulated hosts."""
 
 import shutil
 import signal
@@ -13,19 +13,19 @@ REPOSITORY = Path(__file__).parents[1]
 
 
 def pytest_configure():
-    """Handle SIGTERM as Ctrl-C: tests end the processes that they have started."""
+    """Handle SIGTERM as Ctrl-C, so that tests end the processes that they have started."""
     signal.signal(signal.SIGTERM, signal.default_int_handler)
 
 
 @pytest.fixture(scope="session")
 def tracked() -> list[str]:
-    """List what git tracks in the repository."""
+    """Return the files that git tracks in the repository."""
     return sorted(succeed("git", "ls-files", "-z", cwd=REPOSITORY).rstrip("\0").split("\0"))
 
 
 @pytest.fixture(scope="session")
 def template(tracked: list[str], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Export the tracked files, links as links. To be read only; copy it to change it."""
+    """Export the tracked files, links as links. Tests only read it; they copy it to change it."""
     folder = tmp_path_factory.mktemp("export") / "cookiecutter-accelerate"
     for file in tracked:
         copy = folder / file
@@ -36,14 +36,14 @@ def template(tracked: list[str], tmp_path_factory: pytest.TempPathFactory) -> Pa
 
 @pytest.fixture
 def hosts(tmp_path: Path) -> Iterator[Hosts]:
-    """Start two hosts that share a project's folder; leave nothing of them."""
+    """Start two hosts that share a project's folder; remove them afterwards."""
     with hosts_with_a_project(tmp_path) as hosts:
         yield hosts
 
 
 @pytest.fixture
 def three_hosts(tmp_path: Path) -> Iterator[Hosts]:
-    """Start three of them."""
+    """Start three such hosts."""
     with hosts_with_a_project(tmp_path, 3) as hosts:
         yield hosts
 

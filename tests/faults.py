@@ -1,17 +1,18 @@
 """Inject 60 faults into runs, ask doctor, and compare its answer with the fault; Linux.
 
-    python tests/faults.py             run what build/faults/results.jsonl lacks, print the table
+    python tests/faults.py             run the faults that build/faults/results.jsonl lacks, and
+                                       print the table
     python tests/faults.py 3 17        run these two again
-    python tests/faults.py --table     print the table of what has been run
-    python tests/faults.py --sound 100 train 100 sound runs, in which nothing must be found wrong
+    python tests/faults.py --table     print the table of the results so far
+    python tests/faults.py --sound 100 train 100 correct runs, in which nothing must be found wrong
     python tests/faults.py --files     let file operations of a run fail (tests/loop/file_faults.py)
     python tests/faults.py --kills-of-launch 56 --seed 1
                                        kill launchers and their processes (kills_of_launch.py)
 
-The faults are drawn with a fixed seed. What is expected of doctor (the rank, words of the cause)
-and of the launcher (its exit code) follows from the fault, not from what either of them says.
-An answer is right if the first rank that it names is the expected one, or any where no single one
-is to blame, and the words are in it. Some need root: two hosts, a full disk, a control group.
+The faults are drawn with a fixed seed. The expected answer of doctor (the rank, words of the cause)
+and the expected exit code of the launcher follow from the fault, not from what they print. An
+answer is right if it has the words and if the first rank that it names is the expected one, or any
+rank if no single one is to blame. Some faults need root: two hosts, a full disk, a control group.
 """
 
 import argparse
@@ -58,7 +59,7 @@ distributed:
 """
 TIMEOUT_SECONDS, STARTUP_SECONDS = 4 * PATIENCE, 15 * PATIENCE
 FAILED, WRONG_SETTING, PREEMPTED = 1, 2, 75
-# When a kill or a hang comes: in start-up, in a step, in an evaluation, or at the end.
+# Where a kill or a hang happens: at the start, in a step (most often), or in an evaluation.
 INSTANTS = ("build_model", "loss", "loss", "loss", "update_metrics")
 METHODS = (
     "prepare_data", "build_datasets", "build_model", "loss", "collate", "parameter_groups",
@@ -68,12 +69,12 @@ METHODS = (
 
 @dataclass(frozen=True, kw_only=True)
 class Fault:
-    """A fault, and what is expected of doctor and of the exit code."""
+    """A fault, the expected answer of doctor and the expected exit code."""
 
     kind: str
     words: str  # a regular expression for the cause
     exit_code: int = FAILED
-    rank: int | None = None  # to blame; None: no single one
+    rank: int | None = None  # the rank to blame; None: no single one
     recipe: dict[str, Any] = field(default_factory=dict)
     processes: int = 2
     workers: int = 0
@@ -83,19 +84,19 @@ class Fault:
 
 
 def drawn() -> list[Fault]:
-    """Draw the 60 faults."""
+    """Return the 60 faults."""
     draw = random.Random(SEED)
-    found: list[Fault] = []
+    faults: list[Fault] = []
 
     def add(kind: str, words: str, what: str, where: str = "loss", **more: Any) -> None:
-        """Add a fault on a rank that is drawn; `rank` is whom to blame, if it is another."""
+        """Add a fault on a rank that is drawn; `rank` is the one to blame, if it is another."""
         processes = more.pop("processes", draw.choice((1, 2, 2)))
         on_rank = more.pop("on_rank", draw.randrange(processes))
         step = more.pop("step", draw.randrange(1, 10))
         recipe = {"fault": what, "fault_in": where, "fault_at": step, "fault_on_rank": on_rank}
         recipe |= more.pop("recipe", {})
         more = {"rank": on_rank, "is_busy": draw.random() < 0.25} | more
-        found.append(Fault(kind=kind, words=words, recipe=recipe, processes=processes, **more))
+        faults.append(Fault(kind=kind, words=words, recipe=recipe, processes=processes, **more))
 
     killed = "SIGKILL|signal 9|was killed"
     for instant in draw.sample(INSTANTS, 5):
@@ -106,16 +107,17 @@ def drawn() -> list[Fault]:
     add("hang", stalled, "hang", "export", on_rank=0)
     add("hang", stalled, "receive", processes=2)
     for _ in range(3):
-        # a stopped process writes nothing: on one process only the launcher can tell
+        # a stopped process writes nothing: if it is the only one, the launcher must report it
         add("SIGSTOP", f"no report|stopped|{stalled}", "signal", processes=2,
             recipe={"detail": "SIGSTOP"})  # fmt: skip
     for _ in range(3):
-        # either host may be the one that is gone; each sees the other
+        # each host sees that the other one is gone, so either may be named
         add("cut cable", r"(?s)(?=.*host[01])(?=.*(network|answer|connect|contact))", "cable",
             rank=None, needs_root=True, processes=2, steps=5000,
             recipe={"seconds": 0.05})  # fmt: skip
     for instant in ("build_model", "loss", "loss"):
-        code = WRONG_SETTING if instant == "build_model" else FAILED  # no save would work
+        # a disk that is full before the first step is refused, as no save would work
+        code = WRONG_SETTING if instant == "build_model" else FAILED
         add("full disk", "disk|no space", "disk", instant, rank=0, needs_root=True, exit_code=code)
     for _ in range(3):
         add("NaN loss", "not finite|NaN", "nan", step=draw.randrange(1, 7))
@@ -136,13 +138,13 @@ def drawn() -> list[Fault]:
         add("mismatched collective", "collective", "collective", processes=2,
             recipe={"detail": draw.choice(("1", "1000"))})  # fmt: skip
     for package in ("the recipe", "the loop"):
-        # found before anything is trained
+        # it is found before the first step
         add("other code on a host", "(?s)(?=.*host1)(?=.*(code|source))", package, rank=None,
             exit_code=WRONG_SETTING, processes=2, needs_root=True)  # fmt: skip
     for method in METHODS:
         only: dict[str, Any] = {"on_rank": 0} if method in ("flops_per_item", "export") else {}
         if method in ("prepare_data", "build_datasets", "build_model"):
-            only["exit_code"] = WRONG_SETTING  # a ValueError there is an error of the user's
+            only["exit_code"] = WRONG_SETTING  # a ValueError there is the user's error
         add("exception in a method", f"told to fail in {method}", "raise", method, **only)
     for _ in range(3):
         add(
@@ -152,19 +154,19 @@ def drawn() -> list[Fault]:
             recipe={"detail": "0"},
         )
     for what in ("at once", "later"):
-        # one of them finishes; the other may be tried again, so it does not exit with 2
+        # one start finishes; the other may be tried again, so its exit code is not 2
         add("two starts", "", what, rank=None, steps=300, recipe={"seconds": 0.05})
     for what in ("signal", "signal", "signal launcher"):
         add("preemption", "preempt|told to stop|SIGTERM", what, rank=None, exit_code=PREEMPTED,
             steps=5000, recipe={"detail": "SIGTERM"})  # fmt: skip
-    return found
+    return faults
 
 
 FAULTS = drawn()
 
 
 def is_right(fault: Fault, answer: str) -> bool:
-    """Return whether an answer of doctor names the rank and the cause, above its remedy."""
+    """Return whether doctor's answer names the rank and the cause before its remedy."""
     answer = " ".join(re.split(r"\n  (look at|remedy) ", answer)[0].split())
     found = re.search(r"\brank (\d+)", answer, re.IGNORECASE)
     blamed = int(found[1]) if found else None
@@ -174,7 +176,7 @@ def is_right(fault: Fault, answer: str) -> bool:
 
 
 def is_sound(answer: str) -> bool:
-    """Return whether doctor has found nothing wrong: it says so, and nothing else."""
+    """Return whether doctor says that nothing is wrong, and nothing else."""
     rows = {
         line[2:10].strip(): line[11:].strip()
         for line in answer.splitlines()[1:]
@@ -186,13 +188,13 @@ def is_sound(answer: str) -> bool:
 
 # ---- running -------------------------------------------------------------------------------------
 def environment(*first: Path) -> dict[str, str]:
-    """Return the variables of a run, with folders in which Python looks first."""
+    """Return the environment variables of a run, with folders that Python searches first."""
     binaries = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
     return {"PYTHONPATH": os.pathsep.join(map(str, [*first, *PATHS])), "PATH": binaries}
 
 
 def command(processes: int, *flags: str) -> list[str]:
-    """Return the command that starts the run, without restarts in place."""
+    """Return the command that starts a run, without restarts in place."""
     where = ROOT / f"accelerate_configs/{'cpu' if processes == 1 else 'cpu_2_processes'}.yaml"
     launch = [sys.executable, "-m", "my_project.launch", "--config_file", str(where)]
     train = ["-m", "my_project.train", "--config", "run.yaml"]
@@ -201,7 +203,7 @@ def command(processes: int, *flags: str) -> list[str]:
 
 @contextmanager
 def busy(is_busy: bool) -> Iterator[None]:
-    """Let two processes compute, if asked to."""
+    """Keep the CPU busy with two other processes, if `is_busy`."""
     spin = [sys.executable, "-c", "while True: pass"]
     others = [subprocess.Popen(spin) for _ in range(2 * is_busy)]
     try:
@@ -219,7 +221,7 @@ def wait_for(condition: Any, *launchers: subprocess.Popen) -> None:
 
 
 def ended(launcher: subprocess.Popen) -> int:
-    """Return the exit code of a launcher; end what is left of it."""
+    """Return the exit code of a launcher; kill it and its children if it does not end."""
     family = psutil.Process(launcher.pid)
     try:
         return launcher.wait(180 * PATIENCE)
@@ -234,8 +236,8 @@ def inject(fault: Fault, folder: Path) -> list[int]:
     """Run with a fault; return the exit codes of the launchers.
 
     Args:
-        fault: what to inject.
-        folder: an empty one.
+        fault: the fault to inject.
+        folder: an empty folder.
     """
     recipe, what = dict(fault.recipe), fault.recipe["fault"]
     with ExitStack() as stack:
@@ -243,7 +245,7 @@ def inject(fault: Fault, folder: Path) -> list[int]:
             (disk := folder / "runs").mkdir()
             subprocess.run(["mount", "-t", "tmpfs", "-o", "size=2m", "faults", disk], check=True)
             stack.callback(subprocess.run, ["umount", "--lazy", str(disk)], check=True)
-            # doctor is asked later, where there is space again
+            # doctor is asked later about a copy, which is on a disk with free space
             stack.callback(shutil.copytree, disk, folder / "kept", dirs_exist_ok=True)
             recipe["detail"] = str(disk)
         if what == "kernel":
@@ -319,11 +321,11 @@ def doctor(folder: Path, run: Path | None = None) -> str:
 
 
 def run(fault: Fault, folder: Path) -> dict[str, Any]:
-    """Inject a fault, and return what became of it."""
+    """Inject a fault; return the result."""
     began = time.time()
     with busy(fault.is_busy):
         codes = inject(fault, folder)
-    # launchers refuse other code before there is a run, and say why
+    # launchers refuse other code before there is a run: their output is the answer
     is_refused = fault.kind == "other code on a host"
     answer = (folder / "host0.txt").read_text() if is_refused else doctor(folder)
     expected = (
@@ -340,10 +342,10 @@ def run(fault: Fault, folder: Path) -> dict[str, Any]:
     }
 
 
-# ---- sound runs ----------------------------------------------------------------------------------
+# ---- correct runs --------------------------------------------------------------------------------
 FIVE = ("causal_lm", "embedding", "finetune", "image_classification", "segmentation")
 OWN = ("Vae", "Ddpm", "Translation", "Detection", "Contrastive", "Paths", "Taught", "Frozen")
-# The page on GANs edits train.py, so its processes are of their own.
+# "gan" follows the page on two optimizers, which edits train.py.
 SOUND = ("Faulty", "Deep", "Noting", "Streamed", *OWN, *FIVE, "gan")
 SOUND_MODULES = ("faulty", "sound_recipes", "streamed", "test_how_to")
 MODULES = {"Faulty": "faulty", "Deep": "ragged", "Noting": "ragged", "Streamed": "streamed"}
@@ -351,10 +353,10 @@ SHORT = "--epochs null --steps 4 --overfit_batches 4 --batches.global_batch_size
 
 
 def sound_run(number: int, folder: Path) -> list[str]:
-    """Train a run that is drawn by its number, in two starts if it is preempted.
+    """Train a correct run that is drawn by its number, in two starts if it is preempted.
 
     Returns:
-        What doctor says after each start, and what it should not have said itself.
+        For each start doctor's answer, and lines on warnings, checks and wrong exit codes.
     """
     draw = random.Random(f"{SEED} {number}")
     name, processes = SOUND[number % len(SOUND)], draw.choice((1, 2, 4))
@@ -372,7 +374,7 @@ def sound_run(number: int, folder: Path) -> list[str]:
         where = command(processes)[3:-4]  # up to -m
         where += ["--num_processes", "4"] * (processes == 4)
         where[where.index("--max_restarts") + 1] = "3"
-        if not (child := os.fork()):  # with all imports
+        if not (child := os.fork()):  # a fork need not import again
             launched(folder, [*where, "-m", "my_project.train", *train, *more])
         if ends == "killed":
             kill_a_rank(child, folder, draw)
@@ -387,7 +389,7 @@ def sound_run(number: int, folder: Path) -> list[str]:
 
 
 def sound_config(name: str, draw: random.Random) -> str:
-    """Return a config of a recipe of tests, with settings that are drawn."""
+    """Return a config for a recipe of the tests, with settings that are drawn."""
     recipe = {"dropout": draw.choice((0.0, 0.2)), "samples": draw.choice((24, 70))}
     recipe |= {"book": "."} if name == "Streamed" else {}
     recipe |= {"noise": draw.choice((0.0, 0.1))}
@@ -400,7 +402,7 @@ def sound_config(name: str, draw: random.Random) -> str:
 
 
 def kill_a_rank(launcher: int, folder: Path, draw: random.Random) -> None:
-    """Kill one of the processes once they train; they are started again in place."""
+    """Kill one of the processes once they train; the launcher starts them again in place."""
     while not any(map(steps, folder.glob("runs/[!.]*"))) and not os.waitid(
         os.P_PID, launcher, os.WEXITED | os.WNOHANG | os.WNOWAIT
     ):
@@ -410,7 +412,7 @@ def kill_a_rank(launcher: int, folder: Path, draw: random.Random) -> None:
 
 
 def gan(folder: Path) -> list[str]:
-    """Write what the page on two optimizers asks for; return the arguments of its run."""
+    """Apply the changes of the page on two optimizers; return the arguments of its run."""
     import test_how_to  # pyright: ignore[reportMissingImports]
 
     (folder / "src/my_project").mkdir(parents=True)
@@ -427,20 +429,20 @@ def gan(folder: Path) -> list[str]:
 
 
 def warned(folder: Path) -> list[str]:
-    """Return what was logged as a warning."""
+    """Return the lines that were logged as warnings."""
     path = folder / "warnings.txt"
     return path.read_text().splitlines() if path.exists() else []
 
 
 def checks(run: Path) -> list[str]:
-    """Return what the checks of a run have recorded."""
+    """Return what the checks of a run have found."""
     path = run / "metrics.jsonl"
     records = map(json.loads, path.read_text().splitlines() if path.exists() else [])
     return [f"check {r['check']}: {r['problem']}" for r in records if r.get("kind") == "check"]
 
 
 def import_all(*more: str) -> None:
-    """Import what a run imports, so that processes that are forked from here need not."""
+    """Import what a run imports, so that forks of this process need not."""
     sys.path[:0] = map(str, PATHS)
     from my_project.launching import launch
 
@@ -450,7 +452,7 @@ def import_all(*more: str) -> None:
 
 
 def note_warnings(file: Path) -> None:
-    """Write each warning that this process and its forks log into a file."""
+    """Append each warning that this process or a fork of it logs to a file."""
     make = logging.getLogRecordFactory()
 
     def record(*arguments: Any, **more: Any) -> logging.LogRecord:
@@ -464,7 +466,7 @@ def note_warnings(file: Path) -> None:
 
 
 def launched(folder: Path, arguments: list[str]) -> NoReturn:
-    """Launch in this process, which has imported all, and exit."""
+    """Launch in this process, which has imported everything, and exit."""
     from my_project import exits
     from my_project.launching import launch
 
@@ -473,19 +475,19 @@ def launched(folder: Path, arguments: list[str]) -> NoReturn:
         for descriptor in (1, 2):
             os.dup2(output.fileno(), descriptor)
     note_warnings(folder / "warnings.txt")
-    if (folder / "src").exists():  # a train.py that was edited
+    if (folder / "src").exists():  # it holds an edited train.py
         import test_how_to  # pyright: ignore[reportMissingImports]
 
         test_how_to.use(folder)
     try:
         exits.run(launch.main, arguments)
-    except SystemExit as end:  # not to be seen by those who have forked this process
+    except SystemExit as end:  # it must not reach the code that has forked this process
         os._exit(end.code)  # type: ignore[arg-type]
     os._exit(1)
 
 
 def sound_runs(count: int) -> list[int]:
-    """Train sound runs that have not been tried; return the numbers of which something is said."""
+    """Train the correct runs that have no result yet; return the numbers of the blamed ones."""
     import_all(*SOUND_MODULES)
     file = RESULTS.with_name("sound.jsonl")
     found = results(file)
@@ -504,31 +506,31 @@ def sound_runs(count: int) -> list[int]:
 
 # ---- files ---------------------------------------------------------------------------------------
 def fail_files() -> list[str]:
-    """Let file operations fail, be slow or have no effect; return what is wrong then, by case."""
+    """Let file operations fail, be slow or have no effect; return the cases that go wrong."""
     sys.path[:0] = map(str, PATHS)
     cases: Any = importlib.import_module("file_faults")
     os.environ["PYTHONPATH"] = os.pathsep.join(map(str, PATHS))
     os.environ |= {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "-1"}
-    found = []
+    lines = []
     with tempfile.TemporaryDirectory() as folder:
         runs = cases.Runs(Path(folder), ROOT / "template/accelerate_configs/cpu.yaml")
         digest = cases.prepare(runs)
         for name in cases.CASES:
-            found.append(f"{name}: {cases.what_is_wrong(runs, name, digest) or 'right'}")
-            print(found[-1], flush=True)
+            lines.append(f"{name}: {cases.what_is_wrong(runs, name, digest) or 'right'}")
+            print(lines[-1], flush=True)
         runs.close()
-    return [one for one in found if not one.endswith(": right")]
+    return [line for line in lines if not line.endswith(": right")]
 
 
 # ---- the table -----------------------------------------------------------------------------------
 def results(path: Path) -> dict[int, dict[str, Any]]:
-    """Return the newest result of each fault or sound run, by its number."""
+    """Return the newest result of each fault or correct run, by its number."""
     lines = path.read_text().splitlines() if path.exists() else []
     return {line["number"]: line for line in map(json.loads, lines)}
 
 
 def table() -> str:
-    """Return the table by kind."""
+    """Return the table of results by kind of fault."""
     rows = ["| fault | tried | named right | exit code right |", "| --- | --- | --- | --- |"]
     for kind in [*dict.fromkeys(fault.kind for fault in FAULTS), "all"]:
         these = [one for one in results(RESULTS).values() if kind in (one["kind"], "all")]
@@ -551,7 +553,7 @@ def main() -> None:
     if options.files:
         raise SystemExit(len(fail_files()))
     if options.sound:
-        print(f"{options.sound} sound runs, something is said of {sound_runs(options.sound)}")
+        print(f"{options.sound} correct runs; something is wrong in {sound_runs(options.sound)}")
         return
     if options.kills_of_launch:
         import kills_of_launch

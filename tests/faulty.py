@@ -14,7 +14,7 @@ from torch import distributed
 
 @dataclass(frozen=True, kw_only=True)
 class Faulty(Ragged):
-    """Ragged data; one rank meets a fault in any method, or in samples: `fault_in="sample"`."""
+    """Ragged data; one rank has a fault in a method, or when it reads samples ("sample")."""
 
     detail: str = ""  # a folder to fill, a signal, a number of elements
 
@@ -56,7 +56,7 @@ class Faulty(Ragged):
 
 
 class Reading(torch.utils.data.Dataset):
-    """Samples, some of which are not read without a fault."""
+    """Samples; reading some of them triggers the fault."""
 
     def __init__(self, samples: Any, recipe: Faulty) -> None:
         self.samples, self.recipe = samples, recipe
@@ -71,7 +71,7 @@ class Reading(torch.utils.data.Dataset):
 
 
 def strike(what: str, method: str, detail: str) -> None:
-    """Do what a fault does."""
+    """Trigger a fault."""
     if what == "raise":
         raise ValueError(f"told to fail in {method}")
     if what == "signal":
@@ -93,7 +93,7 @@ def strike(what: str, method: str, detail: str) -> None:
         torch.empty(2**46)
     elif what == "python memory":
         bytearray(2**46)
-    elif what == "kernel":  # its out-of-memory killer, in a control group that faults.py has made
+    elif what == "kernel":  # the kernel's out-of-memory killer, in a control group of faults.py
         (Path(detail) / "cgroup.procs").write_text(str(os.getpid()))
         bytearray(300_000_000)
     elif what == "disk":

@@ -1,6 +1,7 @@
-"""Hosts on one machine: a network namespace each, a hostname, a cable to a switch; root, iproute2.
+"""Emulate hosts on one machine: each has a network namespace, a hostname and a cable to a switch.
 
-Everything on disk is storage that both share, but for what `disk` binds to a folder of one host.
+It needs root and iproute2. All hosts share the disk, except for folders that `disk` binds for one
+host.
 """
 
 import json
@@ -27,7 +28,7 @@ ENTER_WITH_DISK = 'mount --bind "$1" "$2"; shift 2; ' + ENTER
 
 
 def available() -> bool:
-    """Tell whether this machine lets us make network namespaces."""
+    """Return whether this process can make network namespaces."""
     if os.geteuid() != 0:
         return False
     try:
@@ -64,13 +65,13 @@ PLAIN = {
 
 
 def steps(run_folder: Path) -> int:
-    """Return how many records of steps a run has."""
+    """Return the number of a run's records of steps."""
     path = run_folder / "metrics.jsonl"
     return path.read_text().count('"interval"') if path.exists() else 0
 
 
 class Hosts:
-    """Start commands on host 0, host 1, ...; pull cables; leave nothing behind."""
+    """Starts commands on host 0, host 1, ... and pulls cables; at the end, all of it is removed."""
 
     def __init__(self, folder: Path, count: int = 2) -> None:
         self.folder = folder
@@ -111,20 +112,20 @@ class Hosts:
     def start(
         self, host: int, *command: str, disk: tuple[Path, Path] | None = None, **environment: str
     ) -> subprocess.Popen:
-        """Start a command on a host; what it prints goes to the file host<n>.txt.
+        """Start a command on a host; its output is appended to the file host<n>.txt.
 
         Args:
-            host: its number.
-            command: and its arguments.
-            disk: (folder, place): where this host alone sees the folder.
-            environment: in addition to that of this process.
+            host: the number of the host.
+            command: the command and its arguments.
+            disk: (folder, place): only this host sees the folder, at this place.
+            environment: variables in addition to those of this process.
         """
         with (self.folder / f"host{host}.txt").open("ab") as output:
             process = subprocess.Popen(
                 self.entering(host, *command, disk=disk),
                 stdout=output, stderr=subprocess.STDOUT, cwd=self.folder,
                 env=dict(os.environ) | environment,
-                # tests that run in a shell's background ignore SIGINT, and so would what they start
+                # tests in the background of a shell ignore SIGINT, and their children inherit that
                 preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # noqa: PLW1509
             )  # fmt: skip
         self.commands.append(process)
@@ -133,7 +134,7 @@ class Hosts:
     def entering(
         self, host: int, *command: str, disk: tuple[Path, Path] | None = None
     ) -> list[str]:
-        """Make a command one that runs on a host."""
+        """Return the command that runs a command on a host."""
         arguments = [f"host{host}", str(self.folder / "hosts"), *command]
         script = ENTER
         if disk:
@@ -145,12 +146,12 @@ class Hosts:
         ]  # fmt: skip
 
     def output(self, host: int) -> str:
-        """Read what the commands on a host have printed."""
+        """Return what the commands on a host have printed."""
         path = self.folder / f"host{host}.txt"
         return path.read_text(errors="replace") if path.exists() else ""
 
     def outputs(self) -> str:
-        """Read what the commands on all hosts have printed."""
+        """Return what the commands on all hosts have printed."""
         return "".join(f"---- host {host}\n{self.output(host)}" for host in range(self.count))
 
     def cable(self, host: int, state: str) -> None:
@@ -158,40 +159,40 @@ class Hosts:
         ip("-n", self.switch, "link", "set", f"port{host}", state)
 
     def lose(self, host: int) -> None:
-        """Cut a host off and end all that runs there, as a power failure does."""
+        """Cut a host off and kill all its processes, as a power failure does."""
         self.cable(host, "down")
         for pid in self.pids(host):
             os.kill(pid, signal.SIGKILL)
 
     def pids(self, host: int | None = None) -> list[int]:
-        """List the processes of one host, or of all."""
+        """Return the processes of one host, or of all hosts."""
         names = self.namespaces if host is None else [self.namespaces[host]]
         return [int(pid) for name in names for pid in ip("netns", "pids", name).split()]
 
     def workers(self, host: int) -> list[int]:
-        """List the training processes of a host by local rank."""
-        found = {}
+        """Return the training processes of a host, by rank."""
+        by_rank = {}
         for pid in self.pids(host):
             try:
                 environment = Path(f"/proc/{pid}/environ").read_text().replace("\0", "\n")
-                name = Path(f"/proc/{pid}/comm").read_text()  # of a process that was forked
+                name = Path(f"/proc/{pid}/comm").read_text()  # "rank 0" if it was forked
             except OSError:
                 continue
             if rank := re.search(r"(?m)^(?:RANK=|rank )(\d+)$", f"{name}{environment}"):
-                found[int(rank[1])] = pid
-        return [found[rank] for rank in sorted(found)]
+                by_rank[int(rank[1])] = pid
+        return [by_rank[rank] for rank in sorted(by_rank)]
 
     def wait(self, seconds: float) -> list[int]:
         """Wait until the commands have ended; return their exit codes.
 
         Args:
-            seconds: the limit, times PATIENCE.
+            seconds: the time limit; it is multiplied by PATIENCE.
         """
         deadline = time.monotonic() + seconds * PATIENCE
         return [command.wait(max(0.1, deadline - time.monotonic())) for command in self.commands]
 
     def wait_for(self, condition: Callable[[], object], seconds: float = 300) -> None:
-        """Wait until something holds, while one of the commands runs."""
+        """Wait until a condition holds; fail if all commands end before, or after `seconds`."""
         deadline = time.monotonic() + seconds * PATIENCE
         while not condition():
             assert time.monotonic() < deadline, self.outputs()
@@ -205,7 +206,7 @@ class Hosts:
         return steps(self.run_folder)
 
     def assert_finished_with_the_right_weights(self, total: int) -> None:
-        """Compare with those of one process, which is a child of this one, without a network."""
+        """Compare the weights with those of a run on one process, without a network."""
         import torch
         from safetensors.torch import load_file
 

@@ -1,11 +1,11 @@
-"""Run the tests of the loop and the tools against a project, whatever its names are.
+"""Run the tests of the loop and the tools on a project with any names.
 
     python tests/in_project.py template -m "not slow and not gpu"
     make test-loop PROJECT=~/leaf-scanner ARGS="-k resume"
 
-A project carries the tests that its owner needs for a recipe of his own; tests/loop and tests/tools
-have the rest. Both are put into a folder of links to the project, in build/, with the project's
-names in place of the template's. All other arguments are pytest's.
+A project has the tests that its owner needs for their own recipe; tests/loop and tests/tools hold
+the others. Both are put into a folder of links to the project, in build/, with the project's names
+instead of the template's. All other arguments are passed to pytest.
 """
 
 import os
@@ -21,7 +21,7 @@ POST_GEN = runpy.run_path(str(REPOSITORY / "hooks/post_gen_project.py"))
 
 
 def prepared(project: Path) -> Path:
-    """Return the folder to run pytest in."""
+    """Make the folder in which to run pytest; return it."""
     packages = [path.parent for path in project.glob("src/*/train.py")]
     if len(packages) != 1:
         print(f"error: {project} is not a generated project: give its folder.", file=sys.stderr)

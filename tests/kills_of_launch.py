@@ -1,9 +1,10 @@
-"""Kill launchers and their processes at drawn instants, for faults.py and test_faults.py; Linux.
+"""Kill launchers and their processes at random instants; for faults.py and test_faults.py; Linux.
 
-Each case is a run of one or two processes, with or without --resume never behind another run. One
-or two of its processes, the launcher among them, get SIGKILL or SIGTERM: in its start, beside a
-fork, while the old run is moved aside, in a step, in a save, in a restart in place, or at its end.
-Then the same command continues it, without --resume never once the run has begun again.
+Each case is a run of one or two processes; about half of the runs use --resume never, to replace an
+earlier run. One or two of the processes (the launcher included) get SIGKILL or SIGTERM: at the
+start, during a fork, while the old run is moved aside, in a step, in a save, in a restart in place,
+or at the end. Then the same command continues the run; once the new run exists, without --resume
+never.
 """
 
 import os
@@ -35,7 +36,7 @@ LONGEST_START, LONGEST_AFTER = 2.0, 0.05  # seconds until a kill
 
 
 class Launched:
-    """A launcher that is forked from this process, which has imported all."""
+    """A launcher that is forked from this process, which has imported everything."""
 
     def __init__(self, folder: Path, processes: int, *more: str) -> None:
         self.run = folder / "runs/killed"
@@ -61,17 +62,16 @@ class Launched:
 
     def ranks(self) -> list[int]:
         """Return the pids of the training processes."""
-        found: list[psutil.Process] = []
+        ranks = []
         with suppress(psutil.NoSuchProcess):
-            found = psutil.Process(self.pid).children()
-        names = {}
-        for one in found:
-            with suppress(OSError):
-                names[one.pid] = Path(f"/proc/{one.pid}/comm").read_text()
-        return [pid for pid, name in names.items() if name.startswith("rank ")]
+            for process in psutil.Process(self.pid).children():
+                with suppress(OSError):
+                    if Path(f"/proc/{process.pid}/comm").read_text().startswith("rank "):
+                        ranks.append(process.pid)
+        return ranks
 
     def wait_for(self, moment: str, draw: random.Random) -> None:
-        """Wait for an instant in a moment."""
+        """Wait for a random instant of a moment, one of MOMENTS."""
         conditions: dict[str, Callable[[], object]] = {
             "start": lambda: True,
             "fork": self.ranks,
@@ -92,22 +92,23 @@ class Launched:
 
 
 def kill(pid: int, number: signal.Signals) -> None:
-    """Send a signal to a process, if it is there."""
+    """Send a signal to a process, if it exists."""
     with suppress(ProcessLookupError):
         os.kill(pid, number)
 
 
 def case(number: int, seed: int, folder: Path, whole: dict[int, bytes]) -> str:
-    """Kill in a run, continue it, and return what was done.
+    """Kill processes of a run, continue it, and return a description of the case.
 
     Args:
-        number: of the case.
-        seed: with the number, draws it.
-        folder: an empty one.
-        whole: the weights of a run that nobody kills, by the number of processes; added to.
+        number: the number of the case.
+        seed: the case is drawn from the seed and the number.
+        folder: an empty folder.
+        whole: the weights of runs that are never killed, by number of processes; filled here.
 
     Raises:
-        AssertionError: other weights, a process that is left, another run, or a wrong exit code.
+        AssertionError: the weights differ, a process or another run is left, or an exit code is
+            wrong.
     """
     draw = random.Random(f"{seed} {number}")
     processes, moment = draw.choice((1, 2)), MOMENTS[number % len(MOMENTS)]
@@ -150,7 +151,7 @@ def case(number: int, seed: int, folder: Path, whole: dict[int, bytes]) -> str:
 
 
 def leave_nothing(did: str) -> None:
-    """Wait for all descendants, which save when their launcher has ended; this is a subreaper."""
+    """Wait for all descendants, which save when their launcher ends; this process reaps them."""
     deadline = time.monotonic() + 60
     while left := psutil.Process().children(recursive=True):
         with suppress(ChildProcessError):
@@ -160,7 +161,7 @@ def leave_nothing(did: str) -> None:
 
 
 def kill_launches(numbers: list[int], seed: int, folder: Path) -> None:
-    """Run cases; print what each did."""
+    """Run cases; print the description of each."""
     from my_project.process import PR_SET_CHILD_SUBREAPER, prctl
 
     prctl(PR_SET_CHILD_SUBREAPER, 1)

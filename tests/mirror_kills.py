@@ -1,13 +1,13 @@
-"""Kill mirrored runs at random instants, lose the disk each time, and start them again.
+"""Kill mirrored runs at random instants, delete their disk each time, and start them again.
 
     python tests/mirror_kills.py              60 kills
     python tests/mirror_kills.py --kills 8
 
-All processes of a run are killed at once, as by a machine that is gone, and its runs folder is
-deleted. A run goes on from its mirror, which is a bucket of a server that speaks S3
-(s3_server.py). Instants and numbers of processes are drawn with a fixed seed. In the end the
-weights, the best weights and the samples of each step are those of a run that nobody killed: to the
-bit, or to 1e-9 where the number of processes has changed.
+All processes of a run are killed together, as if the machine were gone, and its runs folder is
+deleted. The run continues from its mirror, a bucket of a server that speaks S3 (s3_server.py).
+Instants and numbers of processes are drawn with a fixed seed. At the end the weights, the best
+weights and the records of steps must equal those of a run that was never killed: bit for bit, or
+within 1e-9 if the number of processes has changed.
 """
 
 import argparse
@@ -40,7 +40,7 @@ SECONDS = 240 * float(os.environ.get("TEST_PATIENCE", "1"))
 
 @dataclass(frozen=True, kw_only=True)
 class Kind:
-    """On which processes a run is started, in turn."""
+    """The numbers of processes on which the starts of a run take place, in turn."""
 
     name: str
     processes: tuple[int, ...]
@@ -61,7 +61,7 @@ def start(environment: dict[str, str], is_sharded: bool, config: Any) -> int:
 
 
 def config_of(folder: Path, **settings: Any) -> Any:
-    """Return the config of a run of about two seconds, with a save at every second step."""
+    """Return the config of a run that takes about two seconds and saves at every second step."""
     return make_config(
         folder / "runs",
         Deep(dtype="float64", seconds=0.1),
@@ -78,14 +78,12 @@ def config_of(folder: Path, **settings: Any) -> Any:
 
 
 def kill_once(world: World, config: Any, step: int, seconds: float) -> bool:
-    """Kill all processes some time after a step; return whether they were killed before the end."""
+    """Kill all processes some time after a step; return whether that was before their end."""
     deadline, path = time.monotonic() + SECONDS, config.folder / "metrics.jsonl"
     while time.monotonic() < deadline and any(worker.is_alive() for worker in world.workers):
         lines = path.read_bytes().splitlines() if path.exists() else []
-        if (
-            lines
-            and json.loads(lines[-1] if lines[-1].endswith(b"}") else lines[0])["step"] >= step
-        ):
+        complete = [line for line in lines if line.endswith(b"}")]
+        if complete and json.loads(complete[-1])["step"] >= step:
             time.sleep(seconds)
             break
         time.sleep(0.01)
@@ -97,10 +95,10 @@ def kill_once(world: World, config: Any, step: int, seconds: float) -> bool:
 
 
 def run_of(kind: Kind, kills: int, draw: random.Random, url: str, environment: dict) -> str:
-    """Kill a run so often; return what happened, in a few words.
+    """Kill a run `kills` times; return a short summary.
 
     Raises:
-        AssertionError: it did not go on to the same weights.
+        AssertionError: the run did not end with the same weights.
     """
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -122,7 +120,7 @@ def run_of(kind: Kind, kills: int, draw: random.Random, url: str, environment: d
             status = json.loads(known.read_text()) if known.exists() else {}
             resumed.append(status.get("from_step"))
             shutil.rmtree(config.runs_folder, ignore_errors=True)
-            if not is_killed:  # it has finished: begin another one
+            if not is_killed:  # it had finished, so the next start begins a new run
                 config = change(config, checkpoints__mirror=f"{url}/{number}")
         for part in ("export", "best"):
             same = len(kind.processes) == 1

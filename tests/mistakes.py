@@ -1,4 +1,4 @@
-"""Slightly wrong recipes, for silence.py: all of them train, none raises an error by itself."""
+"""Slightly wrong recipes for silence.py: all of them train, and none raises an error itself."""
 
 import os
 import random
@@ -18,7 +18,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import Dataset, Subset
 
-# x: (B, T, 6) floats, of which the first `counts` positions of T = 9 have a target y: (B, T)
+# x: (B, T, 6) floats, T = 9; only the first `counts` positions have a target y: (B, T)
 CACHE: dict[Any, Any] = {}  # what a recipe keeps outside the model
 
 
@@ -31,13 +31,13 @@ def world_size() -> int:
 
 
 def start() -> int:
-    """Return how many starts of the run came before this one: silence.py sets it."""
+    """Return the number of earlier starts of the run, which silence.py sets."""
     return int(os.environ["STARTED"])
 
 
 @dataclass(frozen=True, kw_only=True)
 class Wrong(Ragged):
-    """What most mistakes change: the order of the samples, a first layer, the sum and the items."""
+    """Correct parts that most mistakes change: order of samples, first layer, sum and items."""
 
     mistake: str = ""
 
@@ -164,7 +164,7 @@ class OwnGenerator(Wrong):
         return Noisy(train), validation
 
 
-# ---- Other code: beside.py is another file on each node or in each start -------------------------
+# ---- Other code: beside.py differs between nodes or starts ---------------------------------------
 class CodeBeside(Wrong):
     def layers(self) -> list[nn.Module]:
         from beside import NUMBER  # type: ignore[import-not-found]
@@ -172,14 +172,14 @@ class CodeBeside(Wrong):
         return [nn.LeakyReLU(0.1 + 0.1 * NUMBER)]
 
 
-# ---- Ranks that part -----------------------------------------------------------------------------
+# ---- Ranks that diverge --------------------------------------------------------------------------
 class DropoutByRank(Wrong):
     def layers(self) -> list[nn.Module]:
         return [nn.Dropout(0.1 + 0.1 * rank())]
 
 
 class Norm(nn.Module):
-    """Sets its scale by the first batch, as ActNorm does."""
+    """Sets its scale from the first batch, as ActNorm does."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -203,7 +203,7 @@ class Embedded(nn.Module):
 
 
 class Hidden(nn.Module):
-    """Adds the mean of the batch before, which its buffer holds."""
+    """Adds the mean of the previous batch, which it keeps in a buffer."""
 
     hidden: Any
 
@@ -237,7 +237,7 @@ class Unfrozen(Wrong):
 class LeftInEval(Wrong):
     def loss(self, model: Any, batch: Any, step: int) -> Any:
         returned = super().loss(model, batch, step)
-        model.eval()  # to look at what it predicts, and not set back
+        model.eval()  # to look at predictions; the mode is not restored
         return returned
 
 
@@ -246,7 +246,7 @@ class NotASum(Wrong):
     def loss(self, model: nn.Module, batch: Any, step: int) -> Any:
         errors, counts = self.errors(model, batch), batch["counts"]
         total, items, batch_size = (errors * counts).sum(), counts.sum(), len(counts)
-        longest = int(counts.sum(1).max())  # to which a batch is padded
+        longest = int(counts.sum(1).max())  # the length to which a batch is padded
         CACHE["calls"] = CACHE.get("calls", 0) + 1
         return {
             "mean": (total / items, items),
@@ -271,7 +271,7 @@ class InBfloat16(Wrong):
         return (answers - batch["y"].to(answers.dtype)).abs().sum(), batch["y"].numel()
 
 
-# ---- What libraries say --------------------------------------------------------------------------
+# ---- Output of libraries -------------------------------------------------------------------------
 class Libraries(Wrong):
     def prepare_data(self) -> Any:
         from tqdm import tqdm
@@ -291,7 +291,7 @@ class Libraries(Wrong):
 
 # ---- Metrics -------------------------------------------------------------------------------------
 class MeanLoss(Wrong):
-    """The mean loss alone, as without build_metrics; one label may be missing."""
+    """Has the mean loss as its only metric, as without build_metrics; a label may be missing."""
 
     build_metrics = update_metrics = None  # type: ignore[assignment]
 
@@ -328,9 +328,9 @@ class Measured(Wrong):
             metric.update(score[:1])
 
 
-# ---- What forks share ----------------------------------------------------------------------------
+# ---- Files that forks share ----------------------------------------------------------------------
 class Rows(Dataset):
-    """Samples whose target is multiplied by a number in an open file."""
+    """Samples whose target is multiplied by a number that is read from an open file."""
 
     def __init__(self, samples: Any, file: Any) -> None:
         self.samples = samples
@@ -396,7 +396,7 @@ class SharedBuffer(Wrong):
         return super().loss(model, batch, step)
 
 
-# ---- Others --------------------------------------------------------------------------------------
+# ---- Other mistakes ------------------------------------------------------------------------------
 class Epochs(Noisy):
     epoch = 0
 
@@ -433,7 +433,7 @@ class Lane:
             yield self.samples[(self.i * 9 + self.at) % len(self.samples)]
 
     def state_dict(self) -> Any:
-        return {"at": self.at} if self.at < 3 else None  # in the middle of a shard it has none
+        return {"at": self.at} if self.at < 3 else None  # as in the middle of a shard
 
     def load_state_dict(self, state: Any) -> None:
         self.at = state["at"]
@@ -475,7 +475,7 @@ class TwoMains(Wrong):
 
 
 class ScheduleFree(torch.optim.SGD):
-    """Has a view of the weights for training and one for evaluation, as schedule-free ones."""
+    """Has weights for training and weights for evaluation, as schedule-free optimizers do."""
 
     def train(self) -> None:
         pass
@@ -489,7 +489,7 @@ class Misspelled(Wrong):
         return "a picture"
 
 
-# ---- What nothing here notices -------------------------------------------------------------------
+# ---- Mistakes that are not noticed ---------------------------------------------------------------
 class HalfDetached(nn.Module):
     def forward(self, x: Any) -> Any:
         return (x + x.detach()) / 2
@@ -507,12 +507,12 @@ class Unnoticed(Wrong):
         total, items = (errors * counts).sum(), counts.sum()
         if self.mistake == "backward":
             (0.1 * errors.mean()).backward(retain_graph=True)
-        if self.mistake == "cache" and model.training:  # targets move by the errors so far
+        if self.mistake == "cache" and model.training:  # the errors so far change the targets
             indices, means = batch["index"].tolist(), errors.detach().mean(1).tolist()
             before = [CACHE.get(index, 0.0) for index in indices]
             CACHE.update(dict(zip(indices, means, strict=True)))
             total = total + (errors.mean(1) * torch.tensor(before)).sum()
-        if self.mistake == "teacher":  # an average of the weights that no checkpoint holds
+        if self.mistake == "teacher":  # an average of the weights, which no checkpoint holds
             weight = next(model.parameters())
             teacher = CACHE.setdefault("teacher", weight.detach().clone())
             teacher.lerp_(weight.detach(), 0.1)

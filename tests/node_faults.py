@@ -1,11 +1,11 @@
-"""Lose hosts of a run on four, by each kind of fault and at each time; say what the run does.
+"""Lose hosts of a run on four hosts, by each kind of fault and at each time; print what it does.
 
     python tests/node_faults.py             as root: all cases, 25 minutes; a table in Markdown
-    python tests/node_faults.py power cut   those with one of these words
+    python tests/node_faults.py power cut   the cases with one of these words
 
-The hosts are network namespaces (hosts.py). Each case ends as `expected` says: the weights of an
-uninterrupted run and one record per step, or an end by name on every host that is left. Nothing
-may run afterwards, and no two starts at the same time.
+The hosts are network namespaces (hosts.py). Each case must end as `expected` says: with the weights
+of an uninterrupted run and one record per step, or with a message on every remaining host. No
+process may run afterwards, and no two starts may overlap.
 """
 
 import json
@@ -61,9 +61,9 @@ class NodeFault:
     what: str  # a key of FAULTS
     hosts: tuple[int, ...] = (2,)
     when: str = "step"  # a key of TIMES
-    back: bool = False  # a new launcher is started there, a while after the fault
+    back: bool = False  # a new launcher is started on these hosts a while after the fault
     options: tuple[str, ...] = ()  # of the launchers
-    expected: str = "right"  # weights and records; or a sentence that the hosts that are left print
+    expected: str = "right"  # weights and records are; or the message on the remaining hosts
 
     def __str__(self) -> str:
         return " ".join((self.what, *map(str, self.hosts), self.when, *["back"] * self.back))
@@ -127,7 +127,7 @@ CASES = [
     NodeFault("all killed", (3,), back=True),
     NodeFault("all killed", (3,), "save"),
     NodeFault("stopped", (2,)),
-    # node 0: the others end, or wait for it
+    # without node 0 the others end, or wait for it
     NodeFault("power", (0,), expected="the run ends, since node 0 is lost"),
     NodeFault("power", (0,), "start", expected="the run ends, since node 0 is lost"),
     NodeFault("cut", (0,), expected="the run ends, since node 0 is lost"),
@@ -139,7 +139,7 @@ CASES = [
 
 @cache
 def right_weights() -> dict[str, torch.Tensor]:
-    """Train by one process, without an interruption."""
+    """Train on one process without an interruption; return the weights."""
     with tempfile.TemporaryDirectory() as name:
         make_project(Path(name))
         subprocess.run(
@@ -161,7 +161,7 @@ def make_project(folder: Path) -> None:
 def launch(
     hosts: Hosts, host: int, *options: str, nodes: int = COUNT, min_nodes: int = 2, **more: str
 ) -> None:
-    """Start the launcher on a host, with one process and more environment variables."""
+    """Start the launcher on a host, with one process; `more` are environment variables."""
     hosts.start(
         host, sys.executable, "-m", "my_project.launch",
         "--config_file", "accelerate_configs/cpu_2_processes.yaml",
@@ -174,10 +174,10 @@ def launch(
 
 
 def run(fault: NodeFault) -> str:
-    """Let a fault happen; return what the run did, in a few words.
+    """Inject a fault; return a short summary of what the run did.
 
     Raises:
-        AssertionError: it did not do what is expected.
+        AssertionError: the run did not do what is expected.
     """
     with tempfile.TemporaryDirectory() as name, Hosts(Path(name), COUNT) as hosts:
         make_project(hosts.folder)
@@ -189,10 +189,9 @@ def run(fault: NodeFault) -> str:
         began, before = time.monotonic(), hosts.steps()
         for host in fault.hosts:
             FAULTS[fault.what](hosts, host)
-        # those that are gone for good count as ended
+        # launchers that are gone for good count as ended
         gone = fault.hosts if fault.what in ("power", "stopped", "all killed") else ()
         left = [one for host, one in enumerate(hosts.commands) if host not in gone]
-        next_step = ended_at = 0.0
         pause, last, stepped = 0.0, before, began
         is_back = not fault.back
         while any(one.poll() is None for one in left):
@@ -200,7 +199,6 @@ def run(fault: NodeFault) -> str:
             assert now < began + 180 * PATIENCE, f"{fault} hangs:\n{hosts.outputs()}"
             if steps != last:
                 pause, last, stepped = max(pause, now - stepped), steps, now
-                next_step = next_step or now - began
             if not is_back and now > began + 3 and (0 in fault.hosts or steps > before + 20):
                 is_back = True
                 for host in fault.hosts:
@@ -242,9 +240,9 @@ def run(fault: NodeFault) -> str:
 
 
 def main(words: list[str]) -> int:
-    """Run cases, and print a table; return 1 if one did not do what is expected."""
+    """Run cases, and print a table; return 1 if one of them did not do what is expected."""
     wrong = 0
-    print("| fault | of node | when | comes back | what the run does |\n|---|---|---|---|---|")
+    print("| fault | nodes | when | comes back | what the run does |\n|---|---|---|---|---|")
     for case in CASES:
         if words and not any(word in str(case) for word in words):
             continue

@@ -1,10 +1,10 @@
 """The optional rooms of a project: what their owner may delete, and how.
 
-    python tests/rooms.py            prints the table that template/AGENTS.md holds
+    python tests/rooms.py            print the table in template/AGENTS.md
     python tests/rooms.py PROJECT commands provenance
-                                     deletes rooms of a generated project, as a person would by hand
+                                     delete rooms of a generated project, as a person would by hand
 
-A room is an entry of ROOMS. tests/test_rooms.py deletes each one alone, and all together.
+Each room is an entry of ROOMS. tests/test_rooms.py deletes each one alone, and all together.
 """
 
 import ast
@@ -18,8 +18,8 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-MOST_LINES = 10  # of other files that go with a room
-FEW_LINES = 3  # for what hangs on the recorder
+MOST_LINES = 10  # of other files that are deleted with a room
+FEW_LINES = 3  # the same, for rooms that the recorder calls
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,35 +28,35 @@ class Room:
 
     name: str
     goes: str
-    """What the project does not do any more, as a sentence."""
+    """What the project no longer does, as a sentence."""
     files: tuple[str, ...]
-    """Files and folders; paths of the project, those of the package without src/my_project/."""
+    """Paths of files and folders in the project; those in the package lack src/my_project/."""
     word: str = ""
-    """A regular expression: every line of the files in `lines` that matches it is deleted, and no
-    code of the core matches it then. "" for a room that no other module knows."""
+    """A regular expression. Each line of the files in `lines` that matches it is deleted; then no
+    code of the core matches it. "" for a room that no other module uses."""
     lines: dict[str, int] = field(default_factory=dict)
-    """Files, and how many of their lines match the word."""
+    """Files, and how many of their lines match `word`."""
     settings: tuple[str, ...] = ()
     """Classes and fields of config.py, which are deleted with their docstrings."""
     most: int = MOST_LINES
-    """How many lines of other files may go with it."""
+    """The maximum number of lines in other files that are deleted with the room."""
     tests: tuple[str, ...] = ()
     """The test files of the room, below tests/."""
     needs: tuple[str, ...] = ()
-    """Rooms that this one cannot be without: it is deleted with any of them."""
+    """Rooms that this one uses: it is deleted with any of them."""
 
 
 ROOMS = (
     Room(
         name="tools",
-        goes="Nothing reads run folders: `runs`, `report`, `doctor`, `planner`, `preflight` go.",
+        goes="Nothing reads run folders: `runs`, `report`, `doctor`, `planner` and `preflight` go.",
         files=("tools/",),
     ),
     Room(
         name="launching",
         goes="`train` (and `make train`) and `launch` go, with restarts in place and the summary"
-        " at the end; `accelerate launch -m my_project.train` and torchrun stay. The scripts in"
-        " launch/ and the planner, which call it, go too.",
+        " at the end; `accelerate launch -m my_project.train` and torchrun still work. The scripts"
+        " in launch/ and the planner, which use `launching/`, go too.",
         files=("launching/", "launch.py", "tools/planner.py", "tools/simulate.py", "launch/"),
         word='launching|"launch": "launch"',
         lines={"__main__.py": 2},
@@ -64,7 +64,7 @@ ROOMS = (
     ),
     Room(
         name="commands",
-        goes="`evaluate` (and `make evaluate`), `predict` and `export` go, with what protects them"
+        goes="`evaluate` (and `make evaluate`), `predict` and `export` go, with their protection"
         " from a stranger's folder of weights; an export is still safetensors.",
         files=("commands.py", "weights.py", "safety/trust.py", "safety/search_path.py"),
         word=r"search_path|\bcommands\b",
@@ -73,8 +73,8 @@ ROOMS = (
     ),
     Room(
         name="follow",
-        goes="`evaluate --follow` does not evaluate checkpoints beside training; `report` still"
-        " shows what it has written.",
+        goes="`evaluate --follow` goes, which evaluates checkpoints beside training; `report`"
+        " still shows its results.",
         files=("follow.py",),
         word=r"--follow|follow_run|arguments\.follow",
         lines={"commands.py": 5},
@@ -88,7 +88,7 @@ ROOMS = (
         word="model_card",
         lines={"checkpoint/exporting.py": 3, "tests/runs.py": 1},
         tests=("test_model_card.py",),
-        needs=("commands",),  # its code to load the weights
+        needs=("commands",),  # the card has code that loads the weights
     ),
     Room(
         name="mirror",
@@ -128,7 +128,7 @@ ROOMS = (
     ),
     Room(
         name="ema",
-        goes="There is no average of the weights.",
+        goes="No average of the weights is kept.",
         files=("ema.py",),
         word=r"\bema\b|EMA|\bema_|_ema\b",
         lines={
@@ -146,7 +146,7 @@ ROOMS = (
     ),
     Room(
         name="watchdog",
-        goes="A run that hangs does not end itself, and nobody says where it hangs.",
+        goes="A run that hangs does not end itself, and nothing shows where it hangs.",
         files=("watchdog.py",),
         word="Watchdog",
         lines={"train.py": 3},
@@ -154,7 +154,7 @@ ROOMS = (
     ),
     Room(
         name="memory",
-        goes="Where a micro-batch does not fit in memory, the run ends; no smaller one is tried.",
+        goes="If a micro-batch does not fit in memory, the run ends; no smaller one is tried.",
         files=("memory.py", "launching/memory.py"),
         word=r"memory import|import memory|memory_explained|\bmemory\.\w+\(|is_loss_a_sum"
         "|(next|lowered)_micro_batch",
@@ -178,7 +178,7 @@ ROOMS = (
     ),
     Room(
         name="streams",
-        goes="Training data is map-style only.",
+        goes="Only map-style training data works.",
         files=("loading/streams.py",),
         word="is_stream|of_stream|of a stream|stream_states|StreamBatches|reads_streams",
         lines={
@@ -196,7 +196,7 @@ ROOMS = (
     ),
     Room(
         name="sharding",
-        goes="There is DDP only; an accelerate config with FSDP ends in a sentence.",
+        goes="Only DDP works; an accelerate config with FSDP is refused.",
         files=("sharding.py", "tools/planner.py", "tools/simulate.py"),
         word="sharding",
         lines={
@@ -220,7 +220,7 @@ ROOMS = (
     ),
     Room(
         name="checks",
-        goes="What is wrong trains in silence again.",
+        goes="Mistakes in recipes, data and code are no longer noticed.",
         files=("checks/",),
         word=r"\b[Cc]hecks\b",
         lines={"train.py": 10},
@@ -229,7 +229,7 @@ ROOMS = (
     ),
     Room(
         name="screen",
-        goes="A terminal shows the lines of the log, without a bar.",
+        goes="A terminal shows the lines of the log, without a progress bar.",
         files=("records/screen.py",),
         word="[Ss]creen",
         lines={"records/recorder.py": 3},
@@ -237,7 +237,7 @@ ROOMS = (
     ),
     Room(
         name="trackers",
-        goes="There is no TensorBoard and no other tracker.",
+        goes="TensorBoard and other trackers get no records.",
         files=("records/trackers.py",),
         word=r"Trackers|trackers=\[\]",
         lines={"records/recorder.py": 3, "tests/runs.py": 1},
@@ -255,7 +255,7 @@ ROOMS = (
     ),
     Room(
         name="performance",
-        goes="Records do not say how fast the run is, nor what ranks differ in.",
+        goes="Records do not say how fast the run is, or how the ranks differ.",
         files=("records/performance.py",),
         word="[Pp]erformance",
         lines={"records/recorder.py": 3},
@@ -302,7 +302,7 @@ def _code(text: str) -> str:
 
 # ---- deleting ------------------------------------------------------------------------------------
 def with_dependents(names: Iterable[str]) -> list[Room]:
-    """Return rooms, and those that cannot be without them, in the order of ROOMS."""
+    """Return rooms and those that need them, in the order of ROOMS."""
     gone = {*names}
     while more := {room.name for room in ROOMS if gone.intersection(room.needs)} - gone:
         gone |= more
@@ -322,10 +322,10 @@ def path_of(file: str, project: Path) -> Path:
 
 
 def delete(project: Path, names: Iterable[str]) -> None:
-    """Delete rooms of a project, and put imports and format in order.
+    """Delete rooms of a project; sort its imports and format it.
 
     Raises:
-        ValueError: another number of lines matches than the room's entry says.
+        ValueError: the number of lines that match differs from that in the room's entry.
     """
     rooms = with_dependents(names)
     for room in rooms:
@@ -368,14 +368,14 @@ def matching(path: Path, word: str) -> list[int]:
 
 
 def without(text: str, gone: set[int]) -> str:
-    """Return a text without some lines; what is left of a block that one opens moves to the left.
+    """Return a text without some lines; if one of them opens a block, the rest of it is dedented.
 
     Args:
         text: Python code.
         gone: the indices of the lines.
     """
     kept: list[str] = []
-    opened: list[int] = []  # the indents of the blocks that have lost their first line
+    opened: list[int] = []  # indents of the blocks whose first line is gone
     for number, line in enumerate(text.splitlines(keepends=True)):
         indent = len(line) - len(line.lstrip())
         if line.strip():
@@ -412,7 +412,7 @@ def _is_docstring(node: ast.stmt | None) -> bool:
 
 
 def _code_of(line: str) -> str:
-    """Return a line without its comment, which may stand after a block's colon."""
+    """Return a line without its comment, which may follow a block's colon."""
     return re.sub(r"\s#.*", "", line).strip()
 
 
@@ -429,7 +429,7 @@ def core(package: Path) -> list[Path]:
 
 
 def code(path: Path) -> Iterator[tuple[int, str]]:
-    """Yield the number and the text of each line of code: no comment, no docstring."""
+    """Yield the number and the text of each line of code, without comments and docstrings."""
     text = path.read_text(encoding="utf-8")
     prose: set[int] = set()
     for node in ast.walk(ast.parse(text)):
@@ -446,7 +446,7 @@ def code(path: Path) -> Iterator[tuple[int, str]]:
 
 
 def leftovers(package: Path, rooms: Iterable[Room]) -> list[str]:
-    """List the code of the core that names a room."""
+    """Return the lines of code of the core that name one of the rooms."""
     words = [room.word for room in rooms if room.word]
     return [
         f"{path.relative_to(package)}:{number}: {line.strip()}"
@@ -457,7 +457,7 @@ def leftovers(package: Path, rooms: Iterable[Room]) -> list[str]:
 
 
 def dangling_imports(package: Path) -> list[str]:
-    """List the relative imports of modules that are not there, inside functions too."""
+    """Return the relative imports of modules that do not exist, inside functions too."""
     found = []
     for path in sorted(package.rglob("*.py")):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):

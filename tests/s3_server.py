@@ -1,6 +1,6 @@
-"""A server that speaks S3 on loopback, for tests and benchmarks of what is kept in object stores.
+"""A server that speaks S3 on loopback, for tests and benchmarks of object stores.
 
-OpenStack Swift where it works, else moto: docs/decisions/0015-a-server-for-s3.md.
+It is OpenStack Swift if that works here, or else moto: docs/decisions/0015-a-server-for-s3.md.
 """
 
 import os
@@ -28,8 +28,8 @@ PATH = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
 DIES_WITH_PARENT = ("setpriv", "--pdeathsig", "KILL")
 KEY, SECRET, REGION = "test:tester", "testing", "us-east-1"
 SWIFT = ("account", "container", "object", "proxy")
-# Only what waits long enough is consistent on a slow machine: with its own timeouts of 0.5 to 10
-# seconds, Swift would answer 503, or leave the update of a listing to a daemon that is not here.
+# Long timeouts, for slow machines: with its default timeouts of 0.5 to 10 seconds, Swift would
+# answer 503, or leave the update of a listing to a daemon that does not run here.
 CONF = """
 [DEFAULT]
 bind_ip = {ip}
@@ -111,7 +111,7 @@ class Server:
 
     @property
     def environment(self) -> dict[str, str]:
-        """Return what botocore, and so s3fs, reads to reach the server."""
+        """Return the variables with which botocore, and therefore s3fs, reaches the server."""
         return {
             "AWS_ACCESS_KEY_ID": KEY,
             "AWS_SECRET_ACCESS_KEY": SECRET,
@@ -141,7 +141,7 @@ class Server:
             time.sleep(0.05)
 
     def client(self) -> BaseClient:
-        """Return botocore's own client, which tries once."""
+        """Return a client of botocore, which tries each request once."""
         return get_session().create_client(
             "s3",
             region_name=REGION,
@@ -156,16 +156,16 @@ class Server:
             process.send_signal(sign)
 
     def pause(self) -> None:
-        """Let the server answer nothing, while connections stay open."""
+        """Stop the server from answering; connections stay open."""
         self.send(signal.SIGSTOP)
 
     def resume(self) -> None:
         self.send(signal.SIGCONT)
 
     def stop(self) -> None:
-        """End the processes at once: connections are refused until the next start.
+        """Kill the processes: connections are refused until the next start.
 
-        Swift has its objects then, moto has none.
+        Swift then still has its objects, moto has none.
         """
         self.send(signal.SIGKILL)
         for process in self.processes:
@@ -174,7 +174,7 @@ class Server:
 
 
 def makes_bucket(client: BaseClient, bucket: str) -> bool:
-    """Tell whether the server has made the bucket, or had it."""
+    """Return whether the server has made the bucket, or already had it."""
     try:
         client.create_bucket(Bucket=bucket)
     except (BotoCoreError, ClientError) as error:
@@ -184,17 +184,17 @@ def makes_bucket(client: BaseClient, bucket: str) -> bool:
 
 @contextmanager
 def s3_server(folder: Path, name: str | None = None) -> Iterator[Server]:
-    """Run a server whose data are in a folder, with one bucket that is empty.
+    """Run a server with one empty bucket, whose data is in a folder.
 
-    Skip the test if there is no server.
+    The test is skipped if no server works here.
 
     Args:
         folder: a new folder.
-        name: "swift" or "moto"; None takes the first that works here.
+        name: "swift" or "moto"; None for the first one that works here.
     """
     folder = folder.resolve()
     folder.mkdir(parents=True, exist_ok=True)
-    # An address of its own: nobody takes a port of it while the server is stopped.
+    # the server has its own address, so no other process takes its ports while it is stopped
     ip = "127." + ".".join(str(random.SystemRandom().randrange(1, 255)) for _ in range(3))
     if name in (None, "swift") and installed("swift-proxy-server") and keeps_attributes(folder):
         server = swift(folder, ip)
@@ -210,12 +210,12 @@ def s3_server(folder: Path, name: str | None = None) -> Iterator[Server]:
 
 
 def installed(program: str) -> str:
-    """Return the path of a program, "" if there is none."""
+    """Return the path of a program; "" if it is not installed."""
     return shutil.which(program, path=PATH) or ""
 
 
 def keeps_attributes(folder: Path) -> bool:
-    """Tell whether files of the folder have room for the attributes that Swift stores."""
+    """Return whether files in the folder can hold the attributes that Swift stores."""
     try:
         os.setxattr(folder, "user.test", b"1" * 1000)
     except OSError:
@@ -243,7 +243,7 @@ def swift(folder: Path, ip: str) -> Server:
         )  # fmt: skip
         path.write_text(conf)
         commands.append((installed(f"swift-{name}-server"), str(path), "--verbose"))
-    python = Path(commands[0][0]).with_name("python3")  # which has the module
+    python = Path(commands[0][0]).with_name("python3")  # the one that has the module of Swift
     words = [python, "-W", "ignore", "-c", RING, folder, ip, *map(str, ports[:-1])]
     subprocess.run(words, check=True)
     return Server(name="swift", folder=folder, ip=ip, port=ports[-1], commands=tuple(commands))

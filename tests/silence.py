@@ -1,10 +1,11 @@
 """Train slightly wrong recipes and launches, and show what a user sees of each mistake.
 
     python tests/silence.py             try all cases, print the table of docs/silence.md
-    python tests/silence.py mean best   try those with one of these words in their name
+    python tests/silence.py mean best   try the cases with one of these words in their name
 
-Exits with 1 if an outcome is not the expected one; what was seen goes to stderr. Each run is
-launched in a process that is forked from this one, which has imported all: 2 s, on CPU processes.
+The exit code is 1 if an outcome is not the expected one; what was seen is printed to stderr. Each
+run is launched in a process that is forked from this one, which has imported everything, and takes
+2 s, on CPU processes.
 """
 
 import dataclasses
@@ -35,7 +36,7 @@ SEES = {
     "ended": "ended, exit code 2",
     "warned": "a warning",
     "changed": "a line at the start, a record",
-    "shown": "it on the screen",
+    "shown": "output on the screen",
     "right": "nothing: the run is right",
     "saved": "saved and stopped, exit code 75",
     "silent": "nothing",
@@ -62,19 +63,19 @@ class Case:
     mistake: str = ""
     sees: str  # a key of SEES
     word: str = ""  # a regular expression for what is on the screen or in a record of kind check
-    why: str = ""  # what the run does then; of what is silent, why
+    why: str = ""  # what finds it or what the run does; why a silent mistake is not found
     processes: int = 1
-    nodes: int = 1  # each is a launch of its own, with one process
+    nodes: int = 1  # each is a separate launch, with one process
     starts: int = 1
     flags: str = ""
     settings: dict[str, Any] = field(default_factory=dict)  # of the recipe
     right: dict[str, Any] = field(default_factory=dict)  # other fields of the run to compare with
-    beside: str = ""  # beside.py, with the number of the node and of the start for {}
-    hash_seed: bool = False  # a process of its own for each start, which hashes otherwise
+    beside: str = ""  # text of beside.py; {} becomes the number of the start plus that of the node
+    hash_seed: bool = False  # each start is a new process with another seed for hashes
 
 
 def as_alone(**right: Any) -> dict[str, Any]:
-    """Return the fields of a run in one process and one start, which a right run equals."""
+    """Return the fields of the run in one process and one start, which a right run must equal."""
     return {"processes": 1, "nodes": 1, "starts": 1} | right
 
 
@@ -91,11 +92,11 @@ CASES = [
          right=as_alone(), why="generators are seeded before the model"),
     Case(name="random features drawn by NumPy", recipe="NumpyFeatures", starts=2, sees="right",
          right=as_alone(), why="generators are seeded before the model"),
-    Case(name="files listed in another order by rank", recipe="FilesInAnyOrder", processes=2,
-         sees="refused", word="sample", why="`checks.ranks`"),
+    Case(name="files listed in a different order on each rank", recipe="FilesInAnyOrder",
+         processes=2, sees="refused", word="sample", why="`checks.ranks`"),
     Case(name="`data[rank::world_size]`", recipe="EveryNth", processes=2, sees="refused",
          word="sample", why="`checks.ranks`"),
-    Case(name="another validation set on a rank", recipe="OtherValidation", processes=2,
+    Case(name="a different validation set on one rank", recipe="OtherValidation", processes=2,
          sees="refused", word="sample", why="`checks.ranks`"),
     Case(name="all rows edited between two starts", recipe="Edited", mistake="all", starts=2,
          sees="changed", word="check data|other data", why="`checks.data`"),
@@ -105,14 +106,14 @@ CASES = [
          word="check data|other data", why="`checks.data`"),
     Case(name="a vocabulary from `list(set(words))`", recipe="Vocabulary", starts=2,
          hash_seed=True, sees="changed", word="check data|other data", why="`checks.data`"),
-    Case(name="a dataset with `default_rng` of its own", recipe="OwnGenerator", sees="warned",
+    Case(name="a dataset with its own `default_rng`", recipe="OwnGenerator", sees="warned",
          word="generator", why="`checks.data`"),
-    Case(name="other model code on a node", recipe="CodeBeside", nodes=2, sees="refused",
+    Case(name="different model code on one node", recipe="CodeBeside", nodes=2, sees="refused",
          word=r"beside\.py", why="`checks.ranks`", beside="NUMBER = {}"),
-    Case(name="other model code in the next start", recipe="CodeBeside", starts=2, sees="changed",
-         word=r"beside\.py", why="`checks.code`", beside="NUMBER = {}"),
-    Case(name="a dropout rate by rank", recipe="DropoutByRank", processes=2, sees="refused",
-         word="model", why="ranks agree on `repr(model)`"),
+    Case(name="different model code in the next start", recipe="CodeBeside", starts=2,
+         sees="changed", word=r"beside\.py", why="`checks.code`", beside="NUMBER = {}"),
+    Case(name="a dropout rate that depends on the rank", recipe="DropoutByRank", processes=2,
+         sees="refused", word="model", why="ranks agree on `repr(model)`"),
     Case(name="a parameter set by the first batch (ActNorm)", recipe="Parting", mistake="norm",
          processes=2, sees="ended", word=r"0\.scale", why="`checks.ranks`"),
     Case(name="`nn.Embedding(max_norm=...)`", recipe="Parting", mistake="embedding", processes=2,
@@ -120,16 +121,18 @@ CASES = [
     Case(name="a hidden state in a buffer", recipe="Parting", mistake="hidden", processes=2,
          sees="warned", word=r"0\.hidden", why="`checks.ranks`"),
     Case(name="a layer unfrozen during the run", recipe="Unfrozen", sees="warned",
-         word="requires_grad", why="it is not trained"),
+         word="requires_grad", why="the layer is not trained"),
     Case(name="`model.eval()` left by `loss`", recipe="LeftInEval", settings={"dropout": 0.2},
          sees="warned", word=r"model\.training|eval\(\)|training mode", why="`checks.recipe`"),
     *(
         Case(name=name, recipe="NotASum", mistake=mistake, sees="warned", word="check recipe|sum",
              why="`checks.recipe`")
         for name, mistake in {
-            "a mean with its count": "mean", "a mean with 1": "mean and 1",
-            "a mean times the batch": "mean times batch", "padding counted": "padding counted",
-            "padding trained": "padding trained", "a step counter of one's own": "counter",
+            "the mean loss, with the number of items": "mean",
+            "the mean loss, with 1 for the number of items": "mean and 1",
+            "the mean loss times the batch size": "mean times batch",
+            "padding counted as items": "padding counted", "padding in the loss": "padding trained",
+            "a loss that depends on a count of its calls": "counter",
         }.items()
     ),
     Case(name="`mse_loss` of (N, 1) and (N,)", recipe="Broadcast", sees="shown",
@@ -139,23 +142,23 @@ CASES = [
     Case(name="a long `prepare_data` with a bar", recipe="Libraries", mistake="bar", processes=2,
          sees="shown", word="fetching shards", why="the bar of tqdm"),
     Case(name="a loss in bfloat16", recipe="InBfloat16", flags="--precision bf16", sees="refused",
-         word="float32", why="it has three digits"),
+         word="float32", why="bfloat16 has three digits"),
     Case(name="a label of the validation set is NaN", recipe="MeanLoss", mistake="nan",
          sees="shown", word="loss not a number", why="the result is NaN, and never the best"),
     Case(name="`best_metric: validation/loss` without `best_mode`", recipe="MeanLoss",
          flags="--evaluation.best_metric validation/loss", sees="right",
          right={"flags": "--evaluation.best_metric validation/loss --evaluation.best_mode min"},
          why="a loss is better where it is lower"),
-    Case(name="`best_metric` of which neither is known", recipe="Measured",
+    Case(name="a `best_metric` with no known `best_mode`", recipe="Measured",
          flags="--evaluation.best_metric validation/score", sees="refused", word="best_mode",
-         why="it asks for `best_mode`"),
+         why="the error asks for `best_mode`"),
     Case(name="a metric without a state", recipe="Measured", mistake="stateless", processes=2,
-         sees="refused", word="score", why="ranks could not be merged"),
+         sees="refused", word="score", why="results of ranks could not be merged"),
     Case(name="`ClasswiseWrapper`", recipe="Measured", mistake="classwise", processes=2,
          sees="right", right=as_alone(), why="a state is gathered once"),
     Case(name="BatchNorm on 2 processes", recipe="Wrong", processes=2, sees="right",
          settings={"batch_norm": True, "dtype": "float64"}, right=as_alone(),
-         why="statistics of all micro-batches"),
+         why="its statistics are of all micro-batches"),
     Case(name="a file opened in `__post_init__`", recipe="Opened", mistake="settings", processes=2,
          sees="right", right=as_alone(), why="processes are spawned, and a line says so"),
     Case(name="a file opened at import", recipe="Opened", beside=AT_IMPORT, processes=2,
@@ -163,12 +166,12 @@ CASES = [
     *(
         Case(name=f"{what} opened in a dataset's constructor", recipe="Opened", mistake=mistake,
              flags="--batches.workers 2", sees="refused", word="open",
-             why="loader workers share it")
+             why="loader workers would share it")
         for what, mistake in {
             "a file": "dataset", "a ZipFile": "zip", "a database": "sqlite",
         }.items()
     ),
-    Case(name="an import that takes SIGTERM", recipe="Stopped", beside=DEAF, processes=2,
+    Case(name="an import that handles SIGTERM", recipe="Stopped", beside=DEAF, processes=2,
          settings={"seconds": 0.01}, flags="--steps 60", sees="saved",
          why="the launcher's handler is installed after it"),
     Case(name="two buffers that share memory", recipe="SharedBuffer", processes=2, sees="right",
@@ -177,30 +180,30 @@ CASES = [
          flags="--optim.ema_decay 0.9999", sees="warned", word="ema_decay",
          why="the export is mostly initial weights"),
     Case(name="a dataset with `set_epoch`", recipe="EpochTold", processes=2, sees="right",
-         right=as_alone(settings={"by_hand": True}), why="it is called"),
+         right=as_alone(settings={"by_hand": True}), why="the loop calls it"),
     Case(name="a lane whose `state_dict` returns None", recipe="LaneWithoutState", starts=2,
          sees="right", right=as_alone(), why="an older position is dropped"),
-    Case(name="two `main` in threads of a process", recipe="TwoMains", sees="refused",
+    Case(name="two calls of `main` in threads", recipe="TwoMains", sees="refused",
          word="thread", why="their random numbers would mix"),
     Case(name="a schedule-free optimizer with an EMA", recipe="Wrong",
          flags="--optim.class_path mistakes.ScheduleFree --optim.ema_decay 0.5", sees="refused",
-         word="ema_decay", why="it has an average of its own"),
+         word="ema_decay", why="the optimizer has its own average"),
     Case(name="a misspelled optional method", recipe="Misspelled", sees="warned",
-         word="predict_samples", why="did you mean"),
+         word="predict_samples", why="the warning suggests the right name"),
     # ---- not noticed
     Case(name="a loss times the number of ranks", recipe="NotASum", mistake="times ranks",
-         processes=2, sees="silent", why="it adds up, as a legitimate weight does"),
+         processes=2, sees="silent", why="it is a sum, as with a legitimate weight"),
     Case(name="a detached part of the model", recipe="Unnoticed", mistake="detached",
-         sees="silent", why="a stopped gradient is what many methods need"),
-    Case(name="a `backward` of one's own in `loss`", recipe="Unnoticed", mistake="backward",
-         sees="silent", why="gradients carry no origin"),
+         sees="silent", why="many methods need a stopped gradient"),
+    Case(name="a call of `backward` in `loss`", recipe="Unnoticed", mistake="backward",
+         sees="silent", why="gradients do not say what computed them"),
     Case(name="a cache in a global variable", recipe="Unnoticed", mistake="cache", starts=2,
          sees="silent", why="no checkpoint holds it, and nothing lists a module's variables"),
     Case(name="a teacher outside the model", recipe="Unnoticed", mistake="teacher", starts=2,
          sees="silent", why="as above: keep it in the model, where checkpoints hold it"),
-    Case(name="samples that a metric gets twice", recipe="Measured", mistake="twice",
+    Case(name="samples passed to a metric twice", recipe="Measured", mistake="twice",
          sees="silent", why="a metric may weigh its samples"),
-    Case(name="a metric of the means of batches", recipe="Measured", mistake="means",
+    Case(name="a metric that gets means of batches", recipe="Measured", mistake="means",
          sees="silent", why="a metric gets numbers, not samples"),
     Case(name="one row edited between two starts", recipe="Edited", mistake="one", starts=2,
          sees="silent", why="four samples of a set are compared, not all"),
@@ -225,7 +228,7 @@ def launch(case: Case, folder: Path, number: int, node: int, port: int) -> int:
 
 
 def launched(case: Case, folder: Path, command: list[str], number: int, place: Path) -> NoReturn:
-    """Launch in this process, or in its place, and exit."""
+    """Launch in this process, or in a process that replaces it, and exit."""
     os.environ |= faults.environment(place) | {"STARTED": str(number), "OMP_NUM_THREADS": "1"}
     if case.hash_seed:
         os.chdir(folder)
@@ -234,20 +237,22 @@ def launched(case: Case, folder: Path, command: list[str], number: int, place: P
             os.dup2(output, descriptor)
         os.environ["PYTHONHASHSEED"] = str(number)
         os.execv(command[0], command)
-    random.seed()  # as in a process of its own
+    random.seed()  # as in a new process
     np.random.seed()
     sys.path.insert(0, str(place))
     faults.launched(folder, command[3:])
 
 
 def play(case: Case, folder: Path) -> list[int]:
-    """Train as the case says; return the exit codes of its last start."""
+    """Train as the case specifies; return the exit codes of its last start."""
     folder.mkdir()
     np.arange(1.0, 100.0).tofile(folder / "rows.bin")
     module = "beside" if "class" in case.beside else "mistakes"
     recipe = case.settings | {"mistake": case.mistake}
     text = faults.CONFIG.replace("faulty.Faulty", f"{module}.{case.recipe}")
-    text = text.replace("lr: 0.01", "lr: 0.01, schedule: constant")  # for starts of other lengths
+    text = text.replace(
+        "lr: 0.01", "lr: 0.01, schedule: constant"
+    )  # as starts have different lengths
     text = text.format(recipe=json.dumps(recipe), workers=0, steps=12, timeout=40, startup=60,
                        blocks="false")  # fmt: skip
     (folder / "run.yaml").write_text(text)
@@ -260,7 +265,7 @@ def play(case: Case, folder: Path) -> list[int]:
 
 
 def read(*paths: Path) -> str:
-    """Read files that may not be there."""
+    """Return the text of those of the files that exist."""
     return "\n".join(path.read_text(errors="replace") for path in paths if path.exists())
 
 
@@ -287,13 +292,13 @@ def differences(one: Path, other: Path) -> list[str]:
 
 
 def outcome(case: Case, folder: Path) -> tuple[str, str]:
-    """Return what one sees of a case, a key of SEES or other words, and what was said."""
+    """Return what a user sees of a case (a key of SEES or other words), and the evidence."""
     codes = play(case, folder / "run")
     screen = read(folder / "run/output.txt")
     said = faults.checks(folder / "run" / RUN)
     lines = [*screen.splitlines(), *said]
     seen = [line.strip() for line in lines if case.word and re.search(case.word, line)]
-    logged = faults.warned(folder / "run")  # maybe not on the screen
+    logged = faults.warned(folder / "run")  # possibly not on the screen
     evidence = "; ".join([*(seen[:1] or said), *logged])
     if {*codes} != {CODES.get(case.sees, 0)}:
         return (f"exit codes {codes}", screen[-2000:]) if any(codes) else ("silent", evidence)
@@ -311,14 +316,14 @@ def outcome(case: Case, folder: Path) -> tuple[str, str]:
 
 
 def row(case: Case) -> str:
-    """Return the row of a case as expected."""
+    """Return the expected row of a case."""
     many = f"{case.nodes} nodes" if case.nodes > 1 else case.processes
     return f"| {case.name} | {SEES[case.sees]} | {many} | {case.why} |"
 
 
 def table(cases: list[Case]) -> str:
     """Return the table of some cases."""
-    head = "| mistake | what one sees | processes | by what, or why |\n| --- | --- | --- | --- |"
+    head = "| mistake | what you see | processes | found by, or reason |\n| --- | --- | --- | --- |"
     return "\n".join([head, *map(row, cases)])
 
 

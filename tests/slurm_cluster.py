@@ -1,6 +1,6 @@
-"""A Slurm cluster on emulated hosts: munged, slurmctld on host 0, a slurmd on each.
+"""A Slurm cluster on emulated hosts: munged and slurmctld on host 0, slurmd on each host.
 
-Each host has 8 GPUs for the scheduler, which are empty files.
+For the scheduler, each host has 8 GPUs, which are empty files.
 """
 
 import os
@@ -43,7 +43,7 @@ printf '%s\\n' "$*" >> "$(dirname "$0")/mails"
 
 
 class SlurmCluster:
-    """Start the daemons on all hosts; Hosts ends them."""
+    """Starts the daemons on all hosts; Hosts ends them."""
 
     def __init__(self, hosts: Hosts, environment: dict[str, str], more: str = "") -> None:
         if not all(shutil.which(name, path="/usr/sbin") for name in ("munged", "slurmctld")):

@@ -1,4 +1,4 @@
-"""Recipes in which nothing is wrong, of kinds that a check might blame; for faults.py --sound."""
+"""Correct recipes of kinds that a check might blame; for faults.py --sound."""
 
 import os
 from dataclasses import dataclass
@@ -47,7 +47,7 @@ class Translation(Sound):
     """A sequence to sequence model with dropout; tokens count where they are not padding."""
 
     def build_model(self, data_info: Any) -> nn.Module:
-        torch.backends.mha.set_fastpath_enabled(False)  # which autocast does not know
+        torch.backends.mha.set_fastpath_enabled(False)  # the fast path does not support autocast
         sizes = {"num_encoder_layers": 1, "num_decoder_layers": 1, "dim_feedforward": 16}
         transformer = nn.Transformer(8, 2, **sizes, dropout=0.1, batch_first=True)
         parts = {"tokens": nn.Embedding(32, 8), "body": transformer, "head": nn.Linear(8, 32)}
@@ -63,7 +63,7 @@ class Translation(Sound):
 
 
 class Detection(Sound):
-    """A batch is a list of dicts, with another number of boxes in each."""
+    """A batch is a list of dicts with different numbers of boxes."""
 
     def collate(self, samples: Any) -> Any:
         counts = [int(one["counts"].sum()) for one in samples]
@@ -91,7 +91,7 @@ class Contrastive(Sound):
 
 
 class Paths(Ragged):
-    """Samples name files, in another folder on each node."""
+    """Samples name files, whose folder differs between nodes."""
 
     def build_datasets(self, data_info: Any) -> Any:
         train, validation = super().build_datasets(data_info)
@@ -111,7 +111,7 @@ class Named(torch.utils.data.Dataset):
 
 
 class Taught(Ragged):
-    """A mean teacher within the model, and a layer whose buffers a forward changes."""
+    """A mean teacher inside the model, and a layer whose buffers the forward pass changes."""
 
     def build_model(self, data_info: Any) -> nn.Module:
         model: Any = super().build_model(data_info)

@@ -1,8 +1,8 @@
-"""Count the files of the package that one training step passes, from its data to its checkpoint.
+"""Find the files of the package that a training step uses, from its data to its checkpoint.
 
-Counted by running: on rank 0 of two processes under DDP, a profile function notes in all threads
-which files are entered between the loss of one step and that of the step after the next, when the
-checkpoint in between is on the disk. The recipe's own files do not count.
+They are found by running: on rank 0 of two processes under DDP, a profile function notes, in all
+threads, the files whose functions are called from the loss of one step to the loss of the step
+after the next, when the checkpoint in between is on the disk. The recipe's own files do not count.
 """
 
 import os
@@ -16,7 +16,7 @@ FIRST, SAVED, LAST = 2, 4, 4  # the steps of both losses, and that of the checkp
 
 
 def entered(folder: Path) -> list[str]:
-    """Train on this process; return the files that were entered, below the package."""
+    """Train in this process; return the files whose functions were called, below the package."""
     import my_project
     from my_project.train import main
     from ragged import Ragged

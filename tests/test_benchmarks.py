@@ -8,7 +8,7 @@ import pytest
 from shell import succeed
 
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
-# The cases of a GPU, with a GPT so small that CPU processes run them.
+# The cases for GPUs, with a GPT that is small enough for CPU processes.
 TINY = """
 import dataclasses, sys
 sys.path.insert(0, sys.argv.pop(1))

@@ -1,4 +1,4 @@
-"""The loop and a recipe in repositories that exist, by hand (recipes/README.md) and by command."""
+"""The loop and a recipe in existing repositories, by hand (recipes/README.md) and by command."""
 
 import hashlib
 import json
@@ -45,7 +45,7 @@ class Classifier(nn.Sequential):
 
 
 def make_repository(folder: Path, layout: str) -> tuple[Path, Path, dict[str, str]]:
-    """Make a repository with a package; return them and the environment to work there."""
+    """Make a repository with a package; return both, and the environment for commands there."""
     repository = folder / "their-repo"
     package = repository / LAYOUTS[layout]
     package.mkdir(parents=True)
@@ -83,7 +83,7 @@ def test_copied_by_hand_the_loop_and_a_recipe_run(tmp_path: Path):
     bash(copying, REPOSITORY, environment)
     assert "0 file(s) written" in copied("image_classification", package)
 
-    # exactly the text that shows how a model and dataset of one's own become a recipe
+    # exactly the text that shows how an existing model and dataset become a recipe
     (package / "data.py").write_text(DATA)
     (package / "model.py").write_text(MODEL)
     own, others = blocks(HOW_TO, "python")
@@ -142,7 +142,7 @@ def copied(recipe: str, package: Path, *flags: str) -> str:
 
 
 def refused(recipe: str, package: Path, *flags: str) -> str:
-    """Call it; it must write nothing."""
+    """Run the command; it must write nothing."""
     above = package.parent.parent
     before = tree(above)
     done = by_command(recipe, package, *flags)
@@ -154,7 +154,7 @@ def refused(recipe: str, package: Path, *flags: str) -> str:
 
 
 def as_if_older(package: Path, *files: str) -> None:
-    """Make files look as if an older version of the template had been copied."""
+    """Change files as if an older version of the template had been copied."""
     path = package / "training/.copied.json"
     record = json.loads(path.read_text())
     repository = package.parent
@@ -200,7 +200,7 @@ def test_the_line_that_is_printed_trains(tmp_path: Path):
     (repository / "texts/one.txt").write_text("to be or not to be " * 2000)
     data = " --recipe.init_args.data files --recipe.init_args.data_path texts"
     size = " --batches.global_batch_size 4 --batches.micro_batch_size 2"
-    # one document leaves none for validation
+    # a single document leaves none for validation
     size += " --evaluation.best_metric null --run_name causal_lm"
     shown = bash(line + SHORT + data + size, repository, environment)
     assert "finished, all steps done: weights in runs/causal_lm/export" in shown
@@ -229,7 +229,7 @@ def test_a_second_call_updates_what_is_as_it_was_copied(tmp_path: Path):
     assert f"no longer part of the loop: {', '.join(loop[1:])}\n" in shown
     assert "an older version" not in module.read_text() + (repository / config).read_text()
     assert recipe.read_text() == "# mine now\n"
-    shutil.rmtree(package / "training/tools")  # a repository that wants it no more
+    shutil.rmtree(package / "training/tools")  # the repository no longer wants it
     assert "0 file(s) written" in copied("image_classification", package)
 
 
@@ -260,7 +260,7 @@ def test_an_edited_module_of_the_loop_is_kept_until_both_sides_change(tmp_path: 
         ("your_package/training/optim.py", ""),
         ("your_package/causal_lm.py", ""),
         ("accelerate_configs/cpu.yaml", ""),
-        # of the same name in an import, so that one would hide the other
+        # an import has the same name, so one would hide the other
         ("your_package/training.py", ""),
         ("your_package/training/loading/loops.py", ""),
         ("your_package/training/loading/loader/loops.py", "your_package/training/loading/loader"),

@@ -1,4 +1,4 @@
-"""Six of the faults, ten of the kills across layouts, eight of launches; make faults runs all."""
+"""Six of the faults, ten kills across layouts, eight kills of launches; make faults runs all."""
 
 import random
 import sys

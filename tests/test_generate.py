@@ -1,4 +1,4 @@
-"""Generating a project: every way that cookiecutter and cruft offer, every kind of answer."""
+"""Generating a project in every way of cookiecutter and cruft, with every kind of answer."""
 
 import fnmatch
 import json
@@ -36,12 +36,12 @@ RENAMED = {
     "description": "Names a plant by its leaf.",
     "author": "Ada Lovelace",
 }
-# The import names of those dependencies whose distribution has another.
+# The import names of the dependencies whose distribution has another name.
 IMPORT_NAMES = {"scikit_learn": "sklearn", "pyyaml": "yaml", "nvidia_ml_py": "pynvml"}
 
 
 def hook(name: str) -> Any:
-    """Return the names of a hook as it stands: what is rendered is under its `__main__`."""
+    """Return the names in a hook before it is rendered: template syntax is below `__main__`."""
     return SimpleNamespace(**runpy.run_path(str(REPOSITORY / f"hooks/{name}.py")))
 
 
@@ -49,7 +49,7 @@ PRE_GEN, POST_GEN = hook("pre_gen_project"), hook("post_gen_project")
 
 
 class Desk:
-    """A user's folder, with a home and a temporary folder that nobody else has."""
+    """A user's folder, with its own home and temporary folder."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder / "desk"
@@ -57,7 +57,7 @@ class Desk:
         self.temporary = folder / "tmp"
         for made in (self.folder, self.home, self.temporary):
             made.mkdir()
-        # Within a git hook git's own variables would lead every git here to that repository.
+        # in a git hook, git's variables would lead every git command here to that repository
         outside = {key: value for key, value in os.environ.items() if key[:4] != "GIT_"}
         self.environment = {
             **outside,
@@ -74,7 +74,7 @@ class Desk:
     def run(
         self, *command: str | Path, cwd: Path | None = None, typed: str | None = None
     ) -> subprocess.CompletedProcess[str]:
-        """Run a command to its end, whatever that is."""
+        """Run a command to its end; it may fail."""
         return subprocess.run(
             [str(word) for word in command],
             cwd=cwd or self.folder,
@@ -87,7 +87,7 @@ class Desk:
         )
 
     def succeed(self, *command: str | Path, **options: Any) -> str:
-        """Run a command that must succeed, and return what it prints."""
+        """Run a command that must succeed; return what it prints."""
         done = self.run(*command, **options)
         assert done.returncode == 0, f"{command}\n{done.stdout}\n{done.stderr}"
         return done.stdout
@@ -102,13 +102,13 @@ class Desk:
         )
 
     def generate(self, source: str | Path, *options: str, **answers: str) -> Path:
-        """Generate a project that must come about, and return its folder."""
+        """Generate a project, which must succeed; return its folder."""
         done = self.cookiecutter(source, *options, **answers)
         assert done.returncode == 0, done.stdout + done.stderr
         return self.folder / answers.get("project_slug", DEFAULTS["project_slug"])
 
     def commit(self, folder: Path) -> None:
-        """Commit all of a folder, which becomes a git repository if it is none."""
+        """Commit all files of a folder; make it a git repository if it is not one."""
         self.succeed("git", "init", "--quiet", "--initial-branch=main", cwd=folder)
         self.succeed("git", "add", "--all", "--force", cwd=folder)
         # a generated project has a first commit
@@ -121,7 +121,7 @@ def desk(tmp_path: Path) -> Desk:
 
 
 def tree(folder: Path) -> dict[str, tuple[bytes, bool]]:
-    """Map every file below a folder to its content and whether it can be run; `.git` apart."""
+    """Map every file below a folder, except `.git`, to its content and whether it is executable."""
     return {
         str(path.relative_to(folder)): (path.read_bytes(), os.access(path, os.X_OK))
         for path in folder.rglob("*")
@@ -130,7 +130,7 @@ def tree(folder: Path) -> dict[str, tuple[bytes, bool]]:
 
 
 def default_tree(template: Path, *others: str) -> dict[str, tuple[bytes, bool]]:
-    """Say what the default answers must give: template/, less what they do not choose.
+    """Return what the default answers must give: template/ without what they do not choose.
 
     Args:
         template: where it lies.
@@ -199,7 +199,7 @@ def test_nothing_of_the_template_is_left_in_a_renamed_project(template: Path, de
         f"{path}: {word}"
         for path, (content, _) in tree(project).items()
         for word in [*list(DEFAULTS.values())[:5], "cookiecutter.", "{{", "{%", "{#"]
-        # GitHub's own expressions look like Jinja's, and the lengths of bash's arrays.
+        # GitHub's expressions and the lengths of bash arrays look like Jinja's.
         if word in path
         or (
             word in content.decode().replace("${{", "" if ".github" in path else "${{")
@@ -230,7 +230,7 @@ def test_quotes_backslashes_and_letters_of_all_kinds_come_through_exactly(
     assert metadata["name"] == "B.ob_s-9"
     assert metadata["scripts"] == {"B.ob_s-9": "bobs_net.__main__:main"}
     assert f"Copyright (c) {AWKWARD['author']}\n" in (project / "LICENSE").read_text()
-    # What stands in code is the names alone.
+    # Code contains only the names.
     plain = desk.generate(template, "--output-dir=plain", **names).parent / "plain/B.ob_s-9"
     free_text = {"README.md", "AGENTS.md", "LICENSE", "pyproject.toml"}
     for file, content in tree(plain).items():
@@ -251,7 +251,7 @@ def test_all_keeps_every_recipe(template: Path, desk: Desk):
     project = desk.generate(template, recipe="all")
     expected = default_tree(template, *POST_GEN.RECIPES[1:])
     extras = ",".join(POST_GEN.RECIPES).replace("_", "-").encode()
-    for file in ("README.md", "Makefile", "Dockerfile"):  # they install what all need
+    for file in ("README.md", "Makefile", "Dockerfile"):  # they install what all recipes need
         content, executable = expected[file]
         expected[file] = (content.replace(b"image-classification", extras), executable)
     assert tree(project) == expected
@@ -267,7 +267,7 @@ def test_the_license_is_the_chosen_one_and_an_install_brings_its_needs(
     printed = desk.cookiecutter(template, **RENAMED, recipe=recipe, license=license).stderr
     project = desk.folder / RENAMED["project_slug"]
     chosen = POST_GEN.RECIPES if recipe == "all" else (recipe,)
-    extras = ",".join(chosen).replace("_", "-")  # as pip before 23.3 has to have them
+    extras = ",".join(chosen).replace("_", "-")  # pip before 23.3 needs this form
     for text in (printed, *((project / file).read_text() for file in ("README.md", "Makefile"))):
         installed = re.findall(r"(?:pip|\(PIP\)) install (-e .*)$", text, re.M)
         assert set(installed) == {f'-e ".[{extras},dev]"'}
@@ -350,7 +350,7 @@ BAD_ANSWERS = {
     ],
 } | dict.fromkeys(
     ("project_name", "description", "author"),
-    ("a\nb", "a\x00", "\udcff", "{{ a }}", "{% a", "{# a"),  # which no file can hold
+    ("a\nb", "a\x00", "\udcff", "{{ a }}", "{% a", "{# a"),  # answers that no file can hold
 )
 
 
@@ -384,7 +384,7 @@ def test_a_refusal_is_one_sentence_and_leaves_nothing(
 
 
 def test_a_bad_typed_answer_ends_before_the_next_question(template: Path, desk: Desk):
-    """Of a license and a recipe, cookiecutter asks for a number, and again for a wrong one."""
+    """For license and recipe, cookiecutter asks for a number, and asks again after a wrong one."""
     typing = [sys.executable, "-m", "cookiecutter", template]
     refused = desk.run(*typing, typed="Torch\n\n")
     assert refused.returncode == 1
@@ -480,7 +480,7 @@ def test_every_template_file_is_copied_and_no_folder_is():
     files = POST_GEN.TEMPLATE_FILES
     assert [file for file in files if not copied(file)] == []
     folders = {str(parent) for file in files for parent in Path(file).parents} - {"."}
-    # One that matches is deleted by -f, with what the user keeps there.
+    # A folder that matches is deleted by -f, with the user's files in it.
     assert [folder for folder in folders if copied(folder)] == []
 
 
@@ -494,7 +494,7 @@ def test_the_hooks_and_the_questions_agree():
         assert [*questions["__prompts__"][question]] == ["__prompt__", *questions[question]]
     recipes = [file for file in POST_GEN.TEMPLATE_FILES if "_project/recipes/" in file]
     assert {Path(file).stem for file in recipes} - {"__init__"} == set(POST_GEN.RECIPES)
-    # What passes through is what pre_gen protects.
+    # Only folders that pre_gen protects may pass.
     for recipe in POST_GEN.RECIPES:
         answers = {**DEFAULTS, "recipe": "none of them"}
         assert set(POST_GEN.recipe_files(recipe)) <= set(PRE_GEN.temporary_files(answers))

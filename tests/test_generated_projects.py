@@ -1,4 +1,4 @@
-"""A generated project, installed by the words of its README alone, passes its own checks.
+"""A generated project that is installed as its README says passes its own checks.
 
 The checks of the repository run in its own .venv, which has every library of every recipe. Here
 nothing of that is in reach: what a project's README, Makefile or pyproject.toml forgets is missed.
@@ -19,7 +19,7 @@ TODAYS = CHOICES[datetime.date.today().timetuple().tm_yday % len(CHOICES)]
 
 
 def choice(recipe: str):
-    """Take turns by the day, since each takes minutes and 7 GB of disk."""
+    """Choose by the day, since each choice takes minutes and 7 GB of disk."""
     return pytest.param(
         recipe,
         marks=pytest.mark.skipif(
@@ -30,7 +30,7 @@ def choice(recipe: str):
 
 
 def users_environment() -> dict[str, str]:
-    """Return the environment less what leads to this repository, this pytest, make or git hook.
+    """Return the environment without what leads to this repository, pytest, make or git hook.
 
     `python3` is the interpreter that the repository's .venv was made with.
     """
@@ -58,7 +58,7 @@ def test_a_project_installed_as_its_readme_says_passes_its_own_checks(
     desk.environment = users_environment()
     bash = ["bash", "-e", "-c"]
     try:
-        # pip only warns of an extra that it does not find.
+        # pip only warns if it does not find an extra
         shown = desk.succeed(*bash, f"exec 2>&1\n{install}", cwd=project)
         assert "does not provide the extra" not in shown
         desk.environment["PATH"] = f"{project}/.venv/bin:{desk.environment['PATH']}"

@@ -31,7 +31,7 @@ SSH = "ssh -F none -i {0}/key -o StrictHostKeyChecking=no -o UserKnownHostsFile=
 # ---- ssh -----------------------------------------------------------------------------------------
 @pytest.fixture
 def ssh(hosts):
-    """Start an sshd on both hosts; return how to start ssh.sh on host 0, and to wait for its end.
+    """Start an sshd on both hosts; return functions that start ssh.sh on host 0 and await its end.
 
     Then nothing runs on the hosts besides the sshds.
     """
@@ -130,7 +130,7 @@ def cmdline(pid: int) -> bytes:
 
 
 # ---- Slurm ---------------------------------------------------------------------------------------
-BEFORE_THE_END = round(120 * PATIENCE)  # seconds in which a run saves and ends
+BEFORE_THE_END = round(120 * PATIENCE)  # seconds that a run may take to save and end
 
 
 @pytest.fixture
@@ -147,7 +147,7 @@ def submit(slurm, *arguments: str, options: tuple[str, ...] = ()) -> str:
 
 
 def ended(slurm, job: str, state: str) -> bool:
-    """Tell whether a job has reached a state; any other from which it does not return is wrong."""
+    """Return whether a job has reached a state; fail if it has reached another final state."""
     now = slurm.about(job)["JobState"]
     last = {"COMPLETED", "FAILED", "TIMEOUT", "CANCELLED", "NODE_FAIL", "BOOT_FAIL", "DEADLINE"}
     assert now == state or now not in last, f"{now}\n{slurm.output(job)}"
@@ -155,10 +155,10 @@ def ended(slurm, job: str, state: str) -> bool:
 
 
 def test_slurm_queues_a_stopped_job_again_until_it_has_the_right_weights(hosts, slurm):
-    """By scancel, and by the time limit; also where sbatch gives the job no environment."""
+    """By scancel, and by the time limit; also if sbatch gives the job no environment."""
     exported = ",".join(("PATH", "PYTHONPATH", "OMP_NUM_THREADS", "WHERE", "PROCESSES_PER_NODE"))
     script = hosts.folder / "launch/slurm.sbatch"
-    # what an owner does where the cluster has --export=NONE: he sets the environment in the script
+    # what an owner does if the cluster has --export=NONE: they set the environment in the script
     script.write_text(
         script.read_text().replace(
             "unset SLURM_EXPORT_ENV\n",
@@ -197,7 +197,7 @@ def test_slurm_requeues_a_failed_job_that_gains_never_a_wrong_setting(hosts, slu
     hosts.wait_for(lambda: ended(slurm, job, "FAILED"))
     assert hosts.status()["reason"].startswith("rank 3 on host1, step 100: ValueError")
     shown = slurm.output(job)
-    # rank 3 may have lost contact, and ended too, before its launcher looks
+    # rank 3 may also have lost contact and ended before its launcher looks
     again = r"rank 2 was ended by SIGKILL[^\n]*: all processes start again, restart 1\b"
     assert re.search(again, shown), shown
     assert "host1 does not start its processes again: the error would repeat" in shown
@@ -233,8 +233,8 @@ SBATCH = (PROJECT / "launch/slurm.sbatch").read_text()
 OPTIONAL = re.compile(
     r"(?m)^# (#SBATCH|module|eval|source|export|container|inside|set --|values|disk|srun)(.*)$"
 )
-# The launcher: notes its arguments. When they first run, a task of an array is killed, and the last
-# one preempted.
+# A launcher that notes its arguments. At its first run, a task of an array is killed, and the last
+# task is preempted.
 LAUNCHER = """
 echo "launched ${SLURM_ARRAY_TASK_ID:-} $*" >> "$NOTES"
 [ -z "${SLURM_RESTART_COUNT:-}" ] || exit 0
@@ -251,7 +251,7 @@ while [[ $1 != *.sif ]]; do shift; done
 shift
 exec "$@"
 """,
-    # pyxis adds options to srun; what it does with them is not tried
+    # pyxis adds options to srun; their effect is not tested
     "srun": """
 for word; do
     shift
@@ -264,7 +264,7 @@ exec /usr/bin/srun "$@"
 
 @pytest.fixture
 def noting(hosts):
-    """A cluster on which stubs in place of python, rsync, modules and pyxis note what they get."""
+    """A cluster on which stubs of python, rsync, modules and pyxis note their arguments."""
     stubs = hosts.folder / "stubs"
     stubs.mkdir()
     for name, script in STANDS_FOR.items():
@@ -350,7 +350,7 @@ def test_slurm_sbatch_starts_one_process_per_gpu_of_the_job(noting):
 
 
 def test_slurm_goes_on_without_a_node_that_it_has_lost(hosts):
-    """The scheduler notices too, and ends srun; without --no-kill it would end the job."""
+    """The scheduler notices it too, and ends srun; without --no-kill it would end the job."""
     more = {"PROCESSES_PER_NODE": "2", "MIN_MACHINES": "1", "WHERE": "multi_node_cpu"}
     slurm = SlurmCluster(hosts, ENVIRONMENT | more, f"SlurmdTimeout={round(20 * PATIENCE)}\n")
     job = slurm.submit(
@@ -383,7 +383,7 @@ def test_slurm_has_a_spare_take_the_place_of_a_node_that_is_lost(three_hosts):
     hosts.assert_finished_with_the_right_weights(400)
 
 
-# In place of the launcher: node 0 blames hosts, and all nodes end the first start with a code.
+# Instead of the launcher: node 0 blames hosts, and all nodes end the first start with a code.
 BLAMING = """
 [ -n "${SLURM_RESTART_COUNT:-}" ] && exit 0
 [ "$SLURM_NODEID" = 0 ] && printf "$BLAMES" > "$BLAMED_NODES"
@@ -449,7 +449,7 @@ PODS = (
 
 
 def test_what_the_pods_run_trains_on_two_hosts(hosts):
-    """By each container's own command, with what its pods would have, wrong ranks too.
+    """With each container's command and the environment of its pods, including wrong ranks.
 
     The pods of the Job are told to stop, and those of the TrainJob go on with the run.
     """
@@ -480,7 +480,7 @@ def test_what_the_pods_run_trains_on_two_hosts(hosts):
 
 
 def test_pods_go_on_without_one_that_is_evicted_and_take_the_new_one(hosts):
-    """By the Job's own command with MIN_MACHINES: pod 1, then pod 0, each replaced."""
+    """With the Job's command and MIN_MACHINES: pod 1, then pod 0, are lost and replaced."""
     (hosts.folder / "hosts").write_text("127.0.0.1 localhost\n10.77.0.1 tiny-0.training\n")
     (hosts.folder / "configs").mkdir()
     (hosts.folder / "configs/image_classification.yaml").write_text(CONFIG)

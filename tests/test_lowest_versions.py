@@ -1,4 +1,4 @@
-"""The lower bounds of the dependencies are true: with exactly these versions the tests pass."""
+"""The lower bounds of the dependencies are correct: the tests pass with exactly these versions."""
 
 import os
 import re
@@ -16,7 +16,7 @@ UV = Path(sys.executable).with_name("uv")
 
 
 def bounds(pyproject: Path) -> dict[str, str]:
-    """Return the lower bound of each direct dependency, those of all extras included."""
+    """Return the lower bound of each direct dependency, including those of all extras."""
     project = tomllib.loads(pyproject.read_text())["project"]
     found: dict[str, str] = {}
     for requirement in chain(project["dependencies"], *project["optional-dependencies"].values()):
@@ -31,14 +31,14 @@ def bounds(pyproject: Path) -> dict[str, str]:
 @pytest.mark.timeout(1500)
 @pytest.mark.skipif(not UV.exists(), reason=f"needs uv beside {Path(sys.executable).name}")
 def test_quick_tests_pass_with_the_lowest_versions(template, tmp_path):
-    """Of what the dependencies need in turn, the newest is taken, as for a user.
+    """Indirect dependencies have their newest versions, as for a user.
 
     With AVX2, as make test-cpus runs the other numeric tests.
     """
     repository = shutil.copytree(template, tmp_path / "repository", symlinks=True)
     project, environment = repository / "template", tmp_path / "environment"
     lowest = bounds(project / "pyproject.toml")
-    # the resolver may leave a lowest version for a newer one without a word; this forbids it
+    # the resolver may silently take a newer version than the lower bound; this forbids it
     constraints = tmp_path / "constraints.txt"
     constraints.write_text("".join(f"{name}=={bound}\n" for name, bound in lowest.items()))
     python = environment / "bin/python"

@@ -1,4 +1,4 @@
-"""The files in launch/ that are read and not run: manifests, network.sh; and the Dockerfile."""
+"""The manifests and network.sh in launch/, and the Dockerfile; they are read, not run."""
 
 import re
 import sys
@@ -11,7 +11,7 @@ PROJECT = Path(__file__).parents[1] / "template"
 
 
 def manifests(name: str) -> dict[str, dict]:
-    """Read the manifests of a file by their kinds."""
+    """Return the manifests in a file, by kind."""
     text = (PROJECT / "launch" / name).read_text()
     return {manifest["kind"]: manifest for manifest in yaml.safe_load_all(text)}
 
@@ -92,7 +92,7 @@ def test_the_manifests_agree_with_themselves():
 
 
 def values(container: dict) -> dict[str, str]:
-    """Return the environment variables of a container that have a value in the file."""
+    """Return the environment variables of a container whose value is in the file."""
     return {variable["name"]: variable["value"] for variable in container["env"][1:]}
 
 

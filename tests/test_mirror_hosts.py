@@ -1,4 +1,4 @@
-"""Hosts without a shared folder: one is lost with its disk, and the run goes on on a new one."""
+"""Hosts without a shared folder: one is lost with its disk, and a new host continues the run."""
 
 import re
 import sys
@@ -13,7 +13,7 @@ ENVIRONMENT = PLAIN | {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
 
 
 def launch(hosts: Hosts, host: int, config_file: str) -> None:
-    """Start the launcher on a host, whose disk is at runs/; hosts 1 and 2 are node 1."""
+    """Start the launcher on a host with its own disk at runs/; hosts 1 and 2 are node 1."""
     disk = hosts.folder / f"disk{host}"
     disk.mkdir()
     hosts.start(

@@ -61,7 +61,7 @@ def test_a_server_that_is_away_for_a_while_stops_no_step(tmp_path, server, whole
 
 
 def test_a_server_that_refuses_is_told_before_training(tmp_path, server):
-    """With no credential in any file or message."""
+    """No file or message may hold a credential."""
     secret = "wrongsecret/with+signs=="
     environment = server.environment | {"AWS_SECRET_ACCESS_KEY": secret}
     missing = {"AWS_ENDPOINT_URL": "http://127.0.0.1:9"}

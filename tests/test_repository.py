@@ -1,4 +1,4 @@
-"""The README's commands, code and pictures, and what keeps the repository in one piece."""
+"""The README's commands, code and pictures; links and files that belong together."""
 
 import os
 import re
@@ -63,7 +63,7 @@ README = (REPOSITORY / "README.md").read_text(encoding="utf-8")
 @pytest.mark.parametrize("page", ["README.md", "template/README.md"])
 def test_a_readme_has_at_most_900_words(page: str):
     text = (REPOSITORY / page).read_text(encoding="utf-8")
-    words = re.sub(r"(?ms)^```python\n.*?^```$", "", text).split()  # without the step, shown whole
+    words = re.sub(r"(?ms)^```python\n.*?^```$", "", text).split()  # without the whole step
     assert len(words) <= 900
 
 
@@ -87,7 +87,7 @@ def test_the_step_shown_is_that_of_train_py(page: str):
 
 
 def test_root_folders_are_linked_file_by_file():
-    """One truth: each linked file exists in the root folder, and each root file is linked."""
+    """Each linked file exists in the root folder, and each root file is linked."""
     for folder, place, suffix in [
         ("accelerate_configs", "accelerate_configs", "*"),
         ("recipes", "configs", "*.yaml"),

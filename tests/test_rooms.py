@@ -16,8 +16,8 @@ from test_size import code_lines
 from test_wheel import IMPORT_ALL
 
 EVERY = [*BY_NAME]
-CORE_LINES, CORE_FILES = 5_118, 33  # of code, when all rooms are deleted
-# In a project of before: a run to the end, and one that is stopped after its first step.
+CORE_LINES, CORE_FILES = 5_118, 33  # of code, after all rooms are deleted
+# In the project with all rooms: a run to the end, and one that is stopped after its first step.
 BEFORE = """
 import sys
 from pathlib import Path
@@ -26,7 +26,7 @@ whole, saved = (make_config(Path(sys.argv[1]), run_name=name) for name in ("whol
 assert train(whole) == 0
 assert train(change(saved, stop_after="0s")) == 75
 """
-# In the project that is left, in the interpreter that has imported all modules.
+# In the remaining project, in the interpreter that has imported all its modules.
 AFTER = """
 import sys
 from pathlib import Path
@@ -39,7 +39,7 @@ assert train(saved) == 0
 assert status(saved)["from_step"] >= step
 assert_same_weights(saved, whole)
 """
-# Two processes: to the end; and up to a kill of one of them.
+# On two processes: a run to the end, and a run until one of the processes is killed.
 KILLED = """
 import sys
 from contextlib import suppress
@@ -170,7 +170,7 @@ def desk(tmp_path_factory: pytest.TempPathFactory) -> Desk:
 
 @pytest.fixture(scope="module")
 def project(template: Path, desk: Desk) -> Path:
-    """A project with all rooms, and its runs."""
+    """Make a project with all rooms, and runs of it."""
     project = desk.generate(template, **RENAMED)
     python(desk, project, BEFORE)
     return project
@@ -208,7 +208,7 @@ def test_without_a_room_modules_import_and_older_runs_resume(desk: Desk, project
 
 @pytest.fixture(scope="module")
 def bare(desk: Desk, project: Path) -> Path:
-    """The project without all rooms."""
+    """Return the project without any room."""
     return without(desk, project, EVERY)
 
 

@@ -1,4 +1,4 @@
-"""The servers that speak S3 to the tests do what s3fs asks of an object store."""
+"""The S3 servers of the tests do what s3fs needs from an object store."""
 
 import os
 import signal
@@ -16,7 +16,7 @@ from s3_server import KEY, SECRET, START_SECONDS, Server, s3_server
 from throttle import throttled
 
 pytestmark = pytest.mark.slow
-PART = 50 * 2**20  # what s3fs sends as one part
+PART = 50 * 2**20  # the size of the parts that s3fs sends
 STRANGE = ("a b+c%20d&e=f", "ü/日本", "checkpoint_1/.manifest.json")
 
 
@@ -28,7 +28,7 @@ def server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 @pytest.fixture
 def connect(monkeypatch: pytest.MonkeyPatch) -> Callable[..., s3fs.S3FileSystem]:
-    """Return a function that connects as a program does which only has the environment."""
+    """Return a function that connects like a program that has only the environment variables."""
 
     def connect(server: Server, tries: int = 5, read_timeout: int = 200) -> s3fs.S3FileSystem:
         for name, value in server.environment.items():
@@ -36,7 +36,7 @@ def connect(monkeypatch: pytest.MonkeyPatch) -> Callable[..., s3fs.S3FileSystem]
         files = s3fs.S3FileSystem(
             skip_instance_cache=True,
             use_listings_cache=False,
-            # 15 s is s3fs's own limit, and a slow machine may need more to delete 1,000 objects
+            # by default s3fs waits 15 s; a slow machine may need more to delete 1,000 objects
             config_kwargs={
                 "retries": {"total_max_attempts": tries},
                 "read_timeout": read_timeout,
@@ -52,7 +52,7 @@ def connect(monkeypatch: pytest.MonkeyPatch) -> Callable[..., s3fs.S3FileSystem]
 def store(
     server: Server, connect: Callable[..., s3fs.S3FileSystem], request: pytest.FixtureRequest
 ):
-    """Return a client that tries once, and a folder of the bucket that is this test's own."""
+    """Return a client that tries each request once, and a folder in the bucket for this test."""
     return connect(server, tries=1), f"{server.bucket}/{request.node.originalname}"
 
 
@@ -179,7 +179,7 @@ def test_a_server_that_starts_again_has_its_data(server, connect):
 
 
 def test_a_throttle_passes_on_every_byte_but_not_faster(server, connect):
-    """The time has a lower limit only: a slow machine takes longer."""
+    """Only a lower limit of the time is checked: a slow machine takes longer."""
     data = os.urandom(4_000_000)
     with throttled(server, 2_000_000) as slow:
         assert slow.environment["AWS_ENDPOINT_URL"] != server.environment["AWS_ENDPOINT_URL"]

@@ -1,4 +1,4 @@
-"""Eight of the mistakes of silence.py, and eight of the sound runs; make faults tries all."""
+"""Eight of the mistakes in silence.py, and eight of the correct runs; make faults tries all."""
 
 import json
 import os
@@ -12,10 +12,10 @@ from shell import succeed
 
 EIGHT = (
     "a split by scikit-learn without a seed",
-    "files listed in another order by rank",
-    "other model code in the next start",
+    "files listed in a different order on each rank",
+    "different model code in the next start",
     "`nn.Embedding(max_norm=...)`",
-    "a mean with its count",
+    "the mean loss, with the number of items",
     "`mse_loss` of (N, 1) and (N,)",
     "`ClasswiseWrapper`",
     "a file opened at import",
@@ -49,7 +49,8 @@ def test_eight_mistakes_are_seen_as_the_table_says():
 
 @pytest.mark.slow
 def test_nothing_is_said_of_eight_sound_runs():
-    command = [sys.executable, "-c", RUN_SOUND, *map(str, SOUND)]  # forks: it has no threads
+    # in a process without threads, since it forks
+    command = [sys.executable, "-c", RUN_SOUND, *map(str, SOUND)]
     printed = succeed(*command, env=os.environ | faults.environment()).splitlines()
     answers = [json.loads(line[5:]) for line in printed if line.startswith("said ")]
     assert len(answers) == len(SOUND)

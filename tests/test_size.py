@@ -1,4 +1,4 @@
-"""Small is a feature: ceilings of what a user owns, which may only fall.
+"""Ceilings for the size of what a user owns; they may only fall.
 
 A line of code is one that is not blank, a comment or part of a docstring, so documentation costs
 nothing. The files of recipes/ belong to the user and do not count.
@@ -53,7 +53,7 @@ def code_lines(path: Path) -> int:
 
 
 def imported(module: Path) -> set[Path]:
-    """Return the modules of the package that a module imports, inside its functions too."""
+    """Return the modules of the package that a module imports, including inside functions."""
     found: set[Path] = set()
     for node in ast.walk(ast.parse(module.read_text(encoding="utf-8"))):
         if isinstance(node, ast.ImportFrom) and node.level:
@@ -63,7 +63,7 @@ def imported(module: Path) -> set[Path]:
 
 
 def counts() -> dict[str, int]:
-    """Count all that has a ceiling."""
+    """Return all counts that have a ceiling."""
     modules = [path for path in PACKAGE.rglob("*.py") if "recipes" not in path.parts]
     tools = [path for path in modules if "tools" in path.relative_to(PACKAGE).parts]
     loop, left = set(), {PACKAGE / "train.py"}
@@ -95,7 +95,7 @@ def counts() -> dict[str, int]:
 
 
 def functions() -> dict[str, int]:
-    """Count the lines of code of each function of train.py, by its name."""
+    """Return the number of code lines of each function in train.py, by name."""
     text = (PACKAGE / "train.py").read_text(encoding="utf-8")
     return {
         node.name: len(text.splitlines()[node.lineno - 1 : node.end_lineno])
@@ -118,7 +118,7 @@ def uses_of_any(path: Path) -> int:
 
 
 def settings() -> int:
-    """Count the fields of the dataclasses in config.py, less those that hold another of them."""
+    """Count the fields of the dataclasses in config.py that do not hold another one of them."""
     tree = ast.parse((PACKAGE / "config.py").read_text(encoding="utf-8"))
     classes = [node for node in tree.body if isinstance(node, ast.ClassDef) and node.decorator_list]
     fields = [line for one in classes for line in one.body if isinstance(line, ast.AnnAssign)]

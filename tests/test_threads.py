@@ -1,4 +1,4 @@
-"""docs/accelerate-threads.md says what tests/threads.py measures, and names tests that exist."""
+"""docs/accelerate-threads.md has the results of tests/threads.py, and names tests that exist."""
 
 import ast
 import re

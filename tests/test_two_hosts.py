@@ -1,4 +1,4 @@
-"""Faults on two hosts, through the real launcher: the run ends in time, says why, and goes on."""
+"""Faults on two hosts, with the real launcher: the run ends in time, says why, and can go on."""
 
 import json
 import os
@@ -27,7 +27,7 @@ def launch(
     launcher: tuple[str, ...] = ("accelerate", "launch"),
     disks: Sequence[tuple[Path, Path] | None] = (None, None),
 ) -> None:
-    """Start the launcher on both hosts, with so many processes each."""
+    """Start the launcher on both hosts, with `processes` processes each."""
     for host in (0, 1):
         hosts.start(
             host, *launcher, "--config_file", "accelerate_configs/cpu_2_processes.yaml",
@@ -86,7 +86,7 @@ def test_killed_workers_on_either_host_are_restarted_in_place(hosts):
 
 
 def test_launchers_notice_a_cut_cable_and_the_run_continues_once_back(hosts):
-    """Long before gloo and the watchdog would; also by a launcher that was stopped meanwhile."""
+    """Long before gloo or the watchdog would; also if a launcher was stopped meanwhile."""
     (hosts.folder / "tiny.yaml").write_text(PATIENT)
     launch(hosts, "--steps", "200", launcher=(*OWN, "--wait_for_node_0", "60"))
     hosts.wait_for(lambda: hosts.steps() >= 30)
@@ -135,7 +135,7 @@ def test_a_launcher_that_was_killed_stops_the_run_and_is_named_with_its_host(hos
 
 
 def test_a_process_that_hangs_ends_after_a_kill_on_the_other_host(hosts):
-    """Its collectives never learn of it: the launchers tell each other."""
+    """No collective notices it: the launchers tell each other."""
     (hosts.folder / "tiny.yaml").write_text(PATIENT)
     hangs = ("--recipe.fault", "hang", "--recipe.fault_at", "5", "--recipe.fault_on_rank", "0")
     launch(hosts, *STOPS_AT, *hangs, processes=1, launcher=OWN)
@@ -175,7 +175,7 @@ CARD = re.compile(r"^# +python -m my_project.launch ((?:.*\\\n)*.*)", re.MULTILI
 
 
 def card(where: str, host: int) -> list[str]:
-    """Read the arguments of the command on an accelerate config's card, for a host without GPUs."""
+    """Return the arguments of the command on a config's card, for a host without GPUs."""
     (command,) = CARD.findall((PROJECT / f"accelerate_configs/{where}.yaml").read_text())
     for shown, ours in {
         "\\\n#": "",
@@ -196,7 +196,7 @@ def shards(hosts: Hosts, step: int) -> list[str]:
 
 
 def test_fsdp2_preempted_on_one_host_goes_on_as_hsdp_with_the_curve_of_ddp(hosts):
-    """Each by the flags of its card; the first by accelerate launch, which takes the same."""
+    """Each with the flags of its card; the first with accelerate launch, which has them too."""
     (hosts.folder / "tiny.yaml").write_text(SHARDED)
     for host in (0, 1):
         hosts.start(host, "accelerate", "launch", *card("multi_node_fsdp2", host), **ENVIRONMENT)
@@ -231,7 +231,7 @@ def test_fsdp2_preempted_on_one_host_goes_on_as_hsdp_with_the_curve_of_ddp(hosts
 
 
 def test_hsdp_goes_on_on_the_node_that_is_left_and_takes_the_other_back(hosts):
-    """On one node as FSDP2; the mesh follows the nodes that are there."""
+    """On one node as FSDP2: the mesh depends on the remaining nodes."""
     (hosts.folder / "tiny.yaml").write_text(
         SHARDED + f"distributed: {{timeout_seconds: {60 * PATIENCE:g}}}\n"
     )
@@ -267,7 +267,7 @@ def test_hsdp_goes_on_on_the_node_that_is_left_and_takes_the_other_back(hosts):
 
 
 def curve(folder: Path) -> list[float]:
-    """Return losses, gradient norms and results of evaluations in the order of their steps."""
+    """Return losses, gradient norms and results of evaluations, by step."""
     lines = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
     names = ("loss", "gradient_norm", "validation/auroc", "validation/accuracy")
     return [line[name] for line in lines for name in names if name in line]

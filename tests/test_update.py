@@ -1,4 +1,4 @@
-"""`cruft update`: a project takes over a commit of the template, and keeps its owner's edits."""
+"""`cruft update`: a project takes a commit of the template, and keeps its owner's edits."""
 
 import json
 import re
@@ -65,7 +65,7 @@ def edit_also_the_line_that_the_template_changes(project: Path) -> None:
 def test_an_update_conflicts_only_where_both_sides_changed(
     template: Path, tmp_path: Path, edit: Callable[[Path], None], conflicts: list[str]
 ):
-    """What does not conflict equals a fresh project, with the owner's lines."""
+    """Files without conflicts equal those of a fresh project, with the owner's lines."""
     upstream = shutil.copytree(template, tmp_path / "upstream", symlinks=True)
     desk = Desk(tmp_path)
     desk.commit(upstream)
@@ -93,7 +93,7 @@ def test_an_update_conflicts_only_where_both_sides_changed(
         edit(generated)
         (generated / "src/leafscan/words.py").rename(generated / "src/leafscan/phrases.py")
     expected = tree(generated)
-    assert set(updated) == set(expected)  # files named .rej would be patches that did not apply
+    assert set(updated) == set(expected)  # no .rej file: all patches applied
     assert [file for file in updated if updated[file] != expected[file]] == conflicts
     for file in conflicts:
         text = updated[file][0].decode()

@@ -1,4 +1,4 @@
-"""A generated project as a wheel: what is installed runs where its folder is not."""
+"""A generated project as a wheel: the installed package runs without the project's folder."""
 
 import sys
 import zipfile

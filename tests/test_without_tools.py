@@ -1,4 +1,4 @@
-"""The owner of a project deletes tools/ and launch/; the rest goes on as before."""
+"""The owner of a project deletes tools/ and launch/; the rest works as before."""
 
 import json
 import os

@@ -1,10 +1,10 @@
-"""Show what accelerate's own idiom gives where its tracker has a thread, and what this loop gives.
+"""Compare accelerate's documented way with this loop, on questions of accelerate's issue tracker.
 
     python tests/threads.py    # half a minute, on CPU processes
 
-Of the 25 threads of docs/accelerate-threads.md, those that a CPU can show: one line for each, with
-what is expected, what a script in the manner of accelerate's documentation gave, and what this
-project's loop gave on the same question; nothing, where the document names a test instead.
+It prints a line for each of the 25 threads of docs/accelerate-threads.md that can be shown on a
+CPU: the expected result, the result of a script written as in accelerate's documentation, and the
+result of this project's loop (empty if the document names a test instead).
 """
 
 import itertools
@@ -42,7 +42,7 @@ Factor = Callable[[int, int], float]  # of the learning rate, from the step and 
 
 
 def run_world(processes: int, function: Callable, *arguments: Any) -> list:
-    """Run a function in a world whose ranks end together: rank 0 holds the store of the others."""
+    """Run a function in a world whose ranks end together, since rank 0 has the others' store."""
     return world.run_world(processes, and_wait, function, *arguments)
 
 
@@ -56,14 +56,14 @@ def and_wait(function: Callable, *arguments: Any) -> Any:
 # ---- this project's loop -------------------------------------------------------------------------
 @dataclass(frozen=True, kw_only=True)
 class Noted(Ragged):
-    """Notes which samples a step has."""
+    """Writes the samples of each step to a file."""
 
     validation_samples: int = 0
     dtype: str = "float64"
     book: str = ""
 
     def loss(self, model: nn.Module, batch: dict[str, Tensor], step: int) -> tuple[Tensor, Tensor]:
-        if model.training:  # not where a check calls it
+        if model.training:  # not when a check of the recipe calls it
             with open(Path(self.book) / os.environ.get("RANK", "0"), "a") as file:
                 file.write(json.dumps([step, batch["index"].tolist()]) + "\n")
         return super().loss(model, batch, step)
@@ -71,7 +71,7 @@ class Noted(Ragged):
 
 @dataclass(frozen=True, kw_only=True)
 class Language(Ragged):
-    """Trains what from_pretrained reads, sharded as under an accelerate config with fsdp_config."""
+    """Trains a model of from_pretrained, sharded as under an accelerate config with fsdp_config."""
 
     folder: str = ""
 
@@ -87,13 +87,13 @@ class Language(Ragged):
 
 
 def noted(config: Config) -> list[list[Any]]:
-    """Return the steps and their samples of rank 0, then those of rank 1."""
+    """Return the steps of rank 0 with their samples, then those of rank 1."""
     files = sorted(Path(config.recipe.book).iterdir())
     return [json.loads(line) for file in files for line in file.read_text().splitlines()]
 
 
 def ours(folder: Path, name: str, processes: int = 2, **settings: Any) -> Config:
-    """Train by this project's loop."""
+    """Train with this project's loop."""
     book = folder / f"book_{name}"
     book.mkdir()
     plain = {"optim__warmup_steps": 0, "optim__clip_norm": 1e9}
@@ -122,7 +122,7 @@ def steps(samples: int, factor: Factor, total: int, accumulation: int = 1) -> li
     model = nn.Linear(1, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     loader = accelerator.prepare(DataLoader(torch.ones(samples, 1), batch_size=4))
-    total = total or 2 * len(loader)  # the steps that there are, as in thread 2318
+    total = total or 2 * len(loader)  # the number of steps, as in thread 2318
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: factor(step, total))
     model, optimizer, scheduler = accelerator.prepare(model, optimizer, scheduler)
     found, micro_batches = [], 0
@@ -187,7 +187,7 @@ def told(found: list[int], epoch: list[int], first_epoch: list[int], done: int) 
 
 
 def read(folder: Path, seedable: bool, skips: bool, saved_in: int) -> list[list[int]]:
-    """Read three epochs and save in one of them, or go on from what is saved there."""
+    """Read three epochs and save in one of them; if that has been done, continue from there."""
     config = DataLoaderConfiguration(use_seedable_sampler=seedable)
     accelerator = Accelerator(cpu=True, dataloader_config=config)
     utils.set_seed(0)
@@ -208,7 +208,7 @@ def read(folder: Path, seedable: bool, skips: bool, saved_in: int) -> list[list[
 
 
 def read_in_one_process(folder: Path) -> str:
-    """Do what the script of thread 2574 does."""
+    """Read as the script of thread 2574 does."""
     accelerator = Accelerator(cpu=True)
     loader = accelerator.prepare(DataLoader(range(32), batch_size=1, shuffle=True))
     epoch = []
@@ -242,7 +242,7 @@ def resumes(folder: Path) -> Rows:
 
 # ---- the gradient --------------------------------------------------------------------------------
 def trained(samples: int, batch_size: int, accumulation: int) -> list[float]:
-    """Train two epochs in accelerate's manner on samples of unequal length; return the weights."""
+    """Train two epochs as accelerate documents it, on samples of unequal length; return weights."""
     seedable = DataLoaderConfiguration(use_seedable_sampler=True)
     accelerator = Accelerator(
         cpu=True, gradient_accumulation_steps=accumulation, dataloader_config=seedable
@@ -289,7 +289,7 @@ def gradients(folder: Path) -> Rows:
 
 # ---- evaluation and streams ----------------------------------------------------------------------
 class Stream(IterableDataset):
-    """Counts what is read of it."""
+    """Counts the samples that are read from it."""
 
     read = 0
 
@@ -300,7 +300,7 @@ class Stream(IterableDataset):
 
 
 def evaluate(data: Any, dispatches: bool | None) -> tuple[int, int]:
-    """Return how many predictions this process holds, and how many samples it has read."""
+    """Return the number of predictions that this process holds, and of samples that it has read."""
     config = DataLoaderConfiguration(dispatch_batches=dispatches)
     accelerator = Accelerator(cpu=True, dataloader_config=config)
     loader = accelerator.prepare(DataLoader(data, batch_size=4))
@@ -323,7 +323,7 @@ def evaluations(_: Path) -> Rows:
 
 
 # ---- FSDP2 ---------------------------------------------------------------------------------------
-# accelerate shards on GPUs only; on CPU processes its state is set to what it is there.
+# accelerate shards on GPUs only; on CPU processes, its state is set to what it would be there.
 def sharding_accelerator() -> Accelerator:
     accelerator = Accelerator(cpu=True)
     PartialState._shared_state["distributed_type"] = utils.DistributedType.FSDP
@@ -353,7 +353,7 @@ def save_and_load(folder: Path) -> str:
 
 
 def held(on_meta: bool) -> int:
-    """Return how many of 4 parameters the optimizer holds."""
+    """Return how many of the 4 parameters the optimizer holds."""
     accelerator = sharding_accelerator()
     with torch.device("meta" if on_meta and accelerator.process_index else "cpu"):
         model = tiny()
@@ -431,7 +431,7 @@ def track(folder: Path) -> None:
 
 
 def save_and_load_newest(folder: Path, is_killed: bool) -> str:
-    """Save, and be killed in the next save; or load what load_state finds without a folder."""
+    """Save, and be killed during the next save; or load what load_state finds without a folder."""
     project = utils.ProjectConfiguration(project_dir=str(folder), automatic_checkpoint_naming=True)
     accelerator = Accelerator(cpu=True, project_config=project)
     model = tiny()
@@ -472,7 +472,7 @@ def processes_and_files(folder: Path) -> Rows:
 
 
 def main() -> None:
-    """Print, for each: thread | shown or right | expected | accelerate's | this project's."""
+    """Print lines: thread | shown or right | expected | accelerate's result | this project's."""
     os.environ |= {"PYTHONPATH": os.pathsep.join(PATHS), "OMP_NUM_THREADS": "1"}
     os.environ |= {"CUDA_VISIBLE_DEVICES": "-1", "WANDB_MODE": "offline", "WANDB_SILENT": "true"}
     for cases in (schedules, resumes, gradients, evaluations, sharded, processes_and_files):
@@ -483,6 +483,6 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    import threads  # by this name, what is sent to processes and written into configs is found
+    import threads  # so that processes and configs find its functions and classes by this name
 
     threads.main()

@@ -1,8 +1,8 @@
-"""A TCP proxy that passes on at most so many bytes per second, for each direction.
+"""A TCP proxy with a limit of bytes per second for each direction.
 
     python tests/throttle.py 127.0.0.1 9000 20000000       prints the port that it listens on
 
-It is a process of its own: what it measures does not pay for it.
+It is a separate process, so that it takes no CPU time from the process that is measured.
 """
 
 import asyncio
@@ -19,7 +19,7 @@ CHUNK_BYTES = 1 << 16
 
 @contextmanager
 def throttled(server: Server, bytes_per_second: float) -> Iterator[Server]:
-    """Give a server a second port, which is slow."""
+    """Give a server a second port, which is slow, for the time of the block."""
     words = [__file__, server.ip, str(server.port), str(bytes_per_second)]
     with subprocess.Popen(
         [*DIES_WITH_PARENT, sys.executable, *words], stdout=subprocess.PIPE, text=True
@@ -33,7 +33,7 @@ def throttled(server: Server, bytes_per_second: float) -> Iterator[Server]:
 
 @dataclass
 class Direction:
-    """What passes in one direction, over all connections."""
+    """Forwards data in one direction, for all connections."""
 
     bytes_per_second: float
     free_at: float = 0
@@ -48,13 +48,13 @@ class Direction:
                 writer.write(data)
                 await writer.drain()
         except ConnectionError:
-            pass  # one side has closed the connection, and so the other one is closed
+            pass  # one side has closed the connection, so the other side is closed too
         finally:
             writer.close()
 
 
 async def serve(ip: str, port: int, bytes_per_second: float) -> None:
-    """Listen on a free port of the server's own address, until the process is killed."""
+    """Listen on a free port of the server's address, until the process is killed."""
     there, back = Direction(bytes_per_second), Direction(bytes_per_second)
 
     async def connect(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

@@ -1,4 +1,4 @@
-"""The doctor, on what real faults leave behind: what is known, what is likely, and nothing more."""
+"""The doctor's answers to what real faults leave behind: what is known and what is likely."""
 
 import json
 import os
@@ -52,7 +52,7 @@ def test_an_exception_is_told_with_rank_host_line_and_file(raised, capsys):
     assert re.search(r"ragged\.py, line \d+, in strike: raise ValueError", first["at"])
     assert read_json(Path(first["says"]))["rank"] == 1
     shown = text_of(raised.folder, capsys).splitlines()
-    assert "the same command continues from step 2" in shown[-1], "what to do is last"
+    assert "the same command continues from step 2" in shown[-1], "the remedy is the last line"
 
 
 @pytest.mark.parametrize(
@@ -98,12 +98,12 @@ def begin(folder: Path, monkeypatch, hosts: tuple[str, ...] = (HERE,), **setting
     run.hosts = [*hosts]
     run.begin()
     assert run.lock
-    run.lock.close()  # as when its processes have ended
+    run.lock.close()  # as if its processes had ended
     return run
 
 
 def fail(run: Run, monkeypatch, rank: int, error: BaseException) -> None:
-    """Let a rank of a run fail with an exception, with the real context of the loop."""
+    """Let a rank of a run fail with an exception, inside the real context of the loop."""
     monkeypatch.setenv("RANK", str(rank))
     monkeypatch.setattr(socket, "gethostname", lambda: run.hosts[rank])
     run.rank, run.step = rank, 3
@@ -148,9 +148,9 @@ def test_ranks_that_lost_contact_point_to_those_that_do_not_report(
 @pytest.mark.parametrize(
     ("hosts", "stale"),
     [
-        # node 1 was lost, and the others went on
+        # node 1 was lost, and the other nodes went on
         (("gpu-a", "gpu-c"), {("node_1", 1), ("node_2", 2)}),
-        # and it came back
+        # then node 1 came back
         (("gpu-a", "gpu-b", "gpu-c"), {("node_2", 1)}),
     ],
 )
@@ -264,10 +264,10 @@ def interval(rank: int, lead: float, step: float = 0.4) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("records", "is_slow"),
     [
-        ([{"rank_seconds_max": "1"}, *[interval(1, 0.3)] * 5], True),  # one is damaged
-        ([interval(1, 0.3)] * 4, False),  # too few to say so
-        ([interval(1, 0.3), interval(0, 0.3)] * 5, False),  # now one, now another
-        ([interval(1, 0.08)] * 9, False),  # of a step of 0.4 s
+        ([{"rank_seconds_max": "1"}, *[interval(1, 0.3)] * 5], True),  # one record is damaged
+        ([interval(1, 0.3)] * 4, False),  # too few records
+        ([interval(1, 0.3), interval(0, 0.3)] * 5, False),  # no rank is slow in most records
+        ([interval(1, 0.08)] * 9, False),  # less than a quarter of a step of 0.4 s
         ([interval(1, 0.008, 0.01)] * 9, False),  # noise of a short step
     ],
 )
@@ -293,7 +293,7 @@ def test_of_a_long_run_the_newest_records_are_kept_in_memory(tmp_path, monkeypat
 
 def test_what_checks_have_found_is_told_once_with_its_first_step():
     found = [{"problem": problem, "step": step} for step, problem in enumerate("abacd")]
-    lines = doctor.by_checks([{"kind": "interval", "step": 9}, *found])
+    lines = doctor.check_findings([{"kind": "interval", "step": 9}, *found])
     assert [re.findall(r"step (\d+) .*: (\w)$", line)[0] for line in lines] == [
         ("0", "a"), ("1", "b"), ("3", "c"), ("4", "d"),
     ]  # fmt: skip
@@ -400,7 +400,7 @@ class NoData(Ragged):
 
 
 def train_with_logs(config: Config, folder: Path) -> None:
-    """Train as under the launcher, into a log of its own."""
+    """Train as under the launcher, with a log folder."""
     from my_project import exits
 
     folder.mkdir(parents=True)
@@ -492,11 +492,11 @@ def test_processes_that_leave_no_report_are_told(tmp_path, monkeypatch, fault, w
         run.communicate(timeout=240)
     assert run.returncode not in (0, 75)
     found = diagnose(tmp_path / "runs/tiny")
-    assert found["outcome"] == "failed", "and not interrupted: its launcher was still there"
+    assert found["outcome"] == "failed", "not interrupted: its launcher was still running"
     assert (found["cause"], found["certainty"]) == wanted[:2], found
     assert wanted[2] in found["first"]["what"]
     assert found["first"]["rank"] == rank
     if fault == "stop":
-        assert "since its launcher had to kill it" in found["likely"][0]
+        assert "its launcher had to kill it" in found["likely"][0]
     if fault == "preempt":
-        assert "since it was told to stop (SIGTERM) before" in found["likely"][0]
+        assert "it was told to stop (SIGTERM) before" in found["likely"][0]

@@ -18,7 +18,7 @@ GROUP = ["0", "default_pg"]
 
 
 def entry(number: int, name: str = "all_reduce", size: int = 1024, **more: Any) -> dict[str, Any]:
-    """Make an entry as FlightRecorder::dump_json does; of one that is not completed by default."""
+    """Make an entry as FlightRecorder::dump_json does; its collective is not completed."""
     sizes = more.pop("sizes", [[size]])
     fields = {
         "collective_seq_id": number, "p2p_seq_id": 0, "op_id": number, "record_id": number - 1,
@@ -72,11 +72,11 @@ HALF = {"input_dtypes": ["Half"], "output_dtypes": ["Half"]}
         ([[done(1), entry(2)], [done(1), entry(2, "barrier")]], ("mismatch", 2)),
         ([[entry(1)], [entry(1, size=7)]], ("mismatch", 1)),
         ([[entry(1)], [entry(1, **HALF)]], ("mismatch", 1)),
-        # the recorder keeps the last ones, and rank 1 has called more of them
+        # the recorder keeps only the last collectives, and rank 1 has called more of them
         ([[done(1, "broadcast"), done(2), entry(3)], [done(2), entry(3, "barrier")]],
          ("mismatch", 3)),
         ([[entry(1, "broadcast"), done(2)], [done(2)]], None),
-        # each group has numbers of its own, and sends do not count
+        # each group has its own numbers, and sends do not count
         ([[done(1), SENT, entry(4, "broadcast", **TENSOR)],
           [done(1), entry(4, "barrier", **TENSOR)]], ("mismatch", 4)),
         # sizes that may differ
@@ -85,7 +85,7 @@ HALF = {"input_dtypes": ["Half"], "output_dtypes": ["Half"]}
         ([[done(1, "scatter", input_sizes=[[4], [4]])], [done(1, "scatter", input_sizes=[])]],
          None),
         ([[done(1, "a_new_one", 3)], [done(1, "a_new_one", 4)]], None),
-        # all called alike
+        # all ranks made the same calls
         ([[done(1), entry(2)], [done(1), entry(2)]], ("incomplete", 2)),
         ([[done(1), TIMED_OUT], [done(1), TIMED_OUT]], ("incomplete", 2)),
         ([[done(1)], [done(1), done(2)]], None),
@@ -113,7 +113,7 @@ def test_a_damaged_dump_is_listed_and_the_others_are_compared(tmp_path, content)
         path = dump(tmp_path, rank, [entry(1, "barrier" if rank else "all_reduce")], 3)
     path.write_text(content)
     dumps = read(tmp_path, time.time())
-    assert dumps.notes == ["a damaged dump is left out: errors/nccl_trace_rank_00002.json"]
+    assert dumps.notes == ["errors/nccl_trace_rank_00002.json is damaged, so it is left out"]
     assert compare(dumps).calls.keys() == {"all_reduce of Float [1024]", "barrier of Float [1024]"}
 
 
@@ -130,7 +130,7 @@ def dump_of_torch() -> str:
 
 
 def test_the_dumps_of_these_tests_have_the_form_of_torch(tmp_path, monkeypatch):
-    """By the recorder of gloo: that of NCCL needs GPUs, and is written by the same function."""
+    """This is gloo's recorder: NCCL's needs GPUs, and the same function writes its dumps."""
     monkeypatch.setenv("TORCH_FR_BUFFER_SIZE", "100")
     real = json.loads(run_world(2, dump_of_torch)[1])
     if not real.get("entries"):
@@ -147,7 +147,7 @@ def test_the_dumps_of_these_tests_have_the_form_of_torch(tmp_path, monkeypatch):
     assert [*dumps.calls["0 (default_pg)"]] == [1]
 
 
-# ---- what the doctor makes of them ---------------------------------------------------------------
+# ---- what the doctor concludes from them ---------------------------------------------------------
 MISMATCH = [entry(1)], [entry(1, "barrier")]
 ARRIVED_ALONE = [done(1), entry(2)], [done(1)]
 OLD = {"time_created_ns": 0}
@@ -156,14 +156,14 @@ OLD = {"time_created_ns": 0}
 @pytest.mark.parametrize(
     ("causes", "calls", "wanted"),
     [
-        # of three ranks the one that differs is likely at fault, of two none
+        # of three ranks the one that differs is likely at fault; of two, neither
         (["waiting"] * 3, [*MISMATCH, [entry(1)]], ("mismatched collectives", "known", 1)),
         (["waiting"] * 2, MISMATCH, ("mismatched collectives", "known", None)),
-        # a rank that has not arrived supports what its watchdog says
+        # that a rank has not called the collective supports its watchdog's report
         (["waiting", "stalled"], ARRIVED_ALONE, ("stalled", "known", 1)),
-        # what all called alike points to the network
+        # the same calls on all ranks point to the network
         (["waiting"] * 3, [[entry(1)], [entry(1)]], ("hang", "likely", 0)),
-        # of an earlier start
+        # dumps of an earlier start
         (["waiting"] * 2, [[entry(1, **OLD)], [entry(1, "barrier", **OLD)]], ("hang", "likely", 0)),
     ],
 )

@@ -1,4 +1,4 @@
-"""What the planner concludes from simulated steps; those are tested in test_simulate.py."""
+"""The planner's conclusions from simulated steps, which test_simulate.py tests."""
 
 import json
 import math
@@ -17,13 +17,13 @@ KINDS = {"multi_node_hsdp": "HSDP", "multi_node_fsdp2": "FSDP2", "fsdp2": "FSDP2
 
 
 def cluster(**options: Any) -> Namespace:
-    """Return the options for 4 nodes with 8 GPUs, each of 100 samples per second."""
+    """Return the options for 4 nodes with 8 GPUs of 100 samples per second each."""
     given = planner.parser().parse_args(["--config", "", "--nodes", "4", "--latency-us", "0"])
     return Namespace(**vars(given) | {"samples_per_second": 100.0} | options)
 
 
 def steps_of(parameters: int) -> planner.TakeStep:
-    """Return steps of a model with AdamW in 20 blocks and 1 GB of activations per sample."""
+    """Return steps of a model of 20 blocks with AdamW, and 1 GB of activations per sample."""
 
     def take(where: str, nodes: int, gpus: int, micro_batch: int, accumulation: int) -> Simulation:
         kind = KINDS.get(where, "DDP")
@@ -83,7 +83,7 @@ def test_the_largest_micro_batch_fits_and_the_next_does_not():
 @pytest.mark.parametrize(
     ("parameters", "speed", "network", "batch", "choice"),
     [
-        # no more GPUs than help
+        # no more GPUs than are useful
         (10**5, 1e7, 40, 64, "accelerate_configs/gpu.yaml"),
         (10**9, 100, 1, 64, "accelerate_configs/multi_gpu.yaml"),
         (10**9, 100, 40, 2048, "accelerate_configs/multi_node.yaml"),
@@ -157,7 +157,7 @@ def test_the_interval_between_saves_is_the_one_with_the_highest_goodput():
     best = planner.predicted_goodput(found, save, restart, between)
     for factor in (0.5, 0.8, 1.25, 2):
         assert planner.predicted_goodput(factor * found, save, restart, between) < best
-    # drawn: failures at random instants, each of which loses what was done since the last save
+    # failures at random instants, each of which loses the work since the last save
     draw, clock, kept, failure = random.Random(0), 0.0, 0.0, 0.0
     while kept < 20_000 * found:
         failure = clock + draw.expovariate(1 / between)

@@ -1,4 +1,4 @@
-"""The preflight: what it measures is right, and what it finds wrong it names."""
+"""The preflight: its measurements are correct, and it names what is wrong."""
 
 import contextlib
 import io
@@ -18,7 +18,7 @@ from world import run_world
 
 
 def all_reduce_that_errs(rank, size, reduce, tensor, *arguments, **options):
-    """Add up like the real one; on one rank, tensors of one size come out with a wrong value."""
+    """Sum like the real all-reduce; on one rank, tensors of one size get a wrong value."""
     result = reduce(tensor, *arguments, **options)
     if torch.distributed.get_rank() == rank and tensor.numel() == size:
         tensor[7] += 1
@@ -26,13 +26,13 @@ def all_reduce_that_errs(rank, size, reduce, tensor, *arguments, **options):
 
 
 def product_that_errs(multiply, left, right, *, out):
-    """Multiply like the real one; on rank 1 one value is wrong."""
+    """Multiply like torch.matmul; on rank 1, one value is wrong."""
     multiply(left, right, out=out)
     out[3, 4] += 512 * torch.distributed.get_rank()
 
 
 def check(folder, fault: str = "") -> tuple[int, str, str]:
-    """Run the preflight in a process of a world; return its exit code and what it printed."""
+    """Run the preflight in a process of a world; return its exit code and output."""
     if fault == "sum":
         reduce = partial(all_reduce_that_errs, 1, 4_000_000, torch.distributed.all_reduce)
         torch.distributed.all_reduce = reduce
@@ -89,17 +89,17 @@ def test_a_stalled_check_ends_with_its_name(tmp_path):
 
 
 def test_a_slow_link_is_named_and_no_other_link_of_its_nodes():
-    """Node 1 sends to 2 slowly: both are late at distance 1, at which 0 and 3 are not."""
+    """Node 1 sends to node 2 slowly: both are late at distance 1; nodes 0 and 3 are not."""
     late = [[1.0, 1.0, 1.0] for _ in range(4)]
     late[1][0] = late[2][0] = 4.0
     speeds = preflight.link_speeds(late, 8)
     assert speeds == {(0, 1): 8, (0, 2): 8, (0, 3): 8, (1, 2): 2, (1, 3): 8, (2, 3): 8}
     (said,) = preflight.slow({str(pair): speed for pair, speed in speeds.items()}, 0.5)
-    assert said.startswith("(1, 2): 2 per second, the median is 8")
+    assert said.startswith("(1, 2): 2 per second, but the median is 8")
 
 
 def process(**found: Any) -> dict[str, Any]:
-    """Return what a process of a good node finds."""
+    """Return what a process of a good node measures, with changes."""
     return {
         "host": "a", "agree": {"gpu": "H100"}, "wrong_values": 0, "folder_problem": "",
         "clock": 0.0, "flops": 7e14,
@@ -110,7 +110,7 @@ def process(**found: Any) -> dict[str, Any]:
     ("found", "sentence"),
     [
         ({"clock": -6.0}, "the clock of b is 6.0 s behind"),
-        ({"flops": 5e14}, "rank 2 (b): 500T per second, the median is 700T"),
+        ({"flops": 5e14}, "rank 2 (b): 500T per second, but the median is 700T"),
         ({"folder_problem": "not shared"}, "not shared"),
         ({"pinned_bytes": 65536}, "b limits pinned memory, which InfiniBand needs"),
     ],
@@ -122,7 +122,7 @@ def test_what_is_wrong_with_a_node_is_named(found, sentence):
 
 
 def test_hosts_at_fault_are_blamed_and_written_for_a_scheduler(tmp_path, monkeypatch):
-    """A link blames nobody alone: either end may be slow."""
+    """A single slow link blames no host: either end may be slow."""
     hosts = [*"abcd"]
     good = [process(host=host) for host in hosts]
     links = {(a, b): 8.0 for a in hosts for b in hosts if a < b}
@@ -131,7 +131,7 @@ def test_hosts_at_fault_are_blamed_and_written_for_a_scheduler(tmp_path, monkeyp
     assert preflight.blamed(good, one | {("b", "c"): 1.0}) == {"b"}
     assert preflight.blamed([*good[:3], process(host="d", wrong_values=2)], links) == {"d"}
     assert preflight.blamed([*good[:3], process(host="d", flops=5e14)], links) == {"d"}
-    note_blamed({"b"})  # no scheduler asks
+    note_blamed({"b"})  # nothing is written without a scheduler
     monkeypatch.setenv("BLAMED_NODES", str(tmp_path / "blamed"))
     for host in "bd":
         note_blamed({host})

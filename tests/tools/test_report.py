@@ -1,4 +1,4 @@
-"""The report: what stands in it, from which files, and that a stranger's text stays text."""
+"""The report: its contents, the files they come from, and that a stranger's text stays text."""
 
 import hashlib
 import json
@@ -28,7 +28,7 @@ ELEMENTS = {
 
 
 class Page(HTMLParser):
-    """What a browser finds in a page: its elements, its text, and its curves."""
+    """A parsed page: its elements, its text and its curves."""
 
     def __init__(self, path: Path) -> None:
         super().__init__(convert_charrefs=True)
@@ -61,22 +61,22 @@ class Page(HTMLParser):
         return re.findall(r'data-name="(.*?)"', self.figure(title))
 
     def marks(self, title: str, kind: str) -> list[float]:
-        """Return the steps of the vertical lines of a kind in a chart."""
+        """Return the steps of the vertical lines of one kind in a chart."""
         (drawn,) = re.findall(rf'class="{kind}" d="(M\d+ \d+v.*?)"', self.figure(title))
         x0, x1, *_ = self.axes(title)
         return [x0 + (x1 - x0) * int(x) / 1000 for x in re.findall(r"M(\d+)", drawn)]
 
     def axes(self, title: str) -> list[float]:
-        """Return the ends of both axes of a chart, and whether that of values is logarithmic."""
+        """Return the ends of both axes of a chart, and whether the y axis is logarithmic."""
         return [
             float(word) for word in re.findall(r'data-axes="(.*?)"', self.figure(title))[0].split()
         ]
 
     def curve(self, title: str, name: str) -> tuple[list[float], list[float]]:
-        """Return the steps and values of a curve, as the page's script reads them."""
+        """Return the steps and values of a curve, as the script of the page reads them."""
         x0, x1, y0, y1, is_log = self.axes(title)
         (drawn,) = re.findall(rf'data-name="{re.escape(name)}" d="(.*?)"', self.figure(title))
-        drawn = re.sub(r"M[\d ]+L", " ", drawn)  # the first point stands there twice
+        drawn = re.sub(r"M[\d ]+L", " ", drawn)  # the path has the first point twice
         points = np.array(re.findall(r"\d+", drawn), float).reshape(-1, 2)
         x, y = points[:, 0] / 1000, 1 - points[:, 1] / 10_000
         return list(x0 + (x1 - x0) * x), list(y0 * (y1 / y0) ** y if is_log else y0 + (y1 - y0) * y)
@@ -256,7 +256,7 @@ ATTACK = (
 
 
 def attacked(content: Any) -> Any:
-    """Replace each text by the attack, and add it to each list and as a name to each dict."""
+    """Replace each text with the attack, and add it to each list and as a key to each dict."""
     if isinstance(content, dict):
         return {name: attacked(one) for name, one in content.items()} | {ATTACK: ATTACK}
     if isinstance(content, list):
@@ -265,7 +265,7 @@ def attacked(content: Any) -> Any:
 
 
 def attack(trained: Path, folder: Path, outcome: str) -> Path:
-    """Copy a run folder, with an attack in place of each of its texts."""
+    """Copy a run folder; replace each of its texts with the attack."""
     found = [attacked(one) | {"kind": one["kind"]} for one in records_of(200, preempted_at=(150,))]
     results = {ATTACK: 0.5, f"{ATTACK}/loss": 0.7, "sample": ATTACK, "pictures": [ATTACK]}
     for record in found:
@@ -294,7 +294,7 @@ def test_a_strangers_text_stays_text(trained, tmp_path):
         styles = [str(found["style"]) for _, found in page.elements if "style" in found]
         assert all(re.fullmatch(r"(top|left):[\d.]+%", style) for style in styles)
         assert not page.pictures
-        # were a text not escaped, a browser would neither run nor load what stands in it
+        # even if a text were not escaped, a browser would neither run nor load anything in it
         policy = next(found for tag, found in page.elements if "http-equiv" in found)
         assert page.source.index("Content-Security-Policy") < page.source.index("<title>")
         digest = b64encode(hashlib.sha256(SCRIPT.encode()).digest()).decode()
@@ -323,7 +323,7 @@ def test_pictures_come_from_the_run_folder_alone(trained, tmp_path):
 
 
 def test_evaluations_beside_training_are_drawn_and_marked(trained, tmp_path):
-    """Of a step that training has evaluated its own; of a step trained again the last line."""
+    """For a step that training has evaluated, its result; for a step trained again, the last."""
     run = copy(trained, tmp_path / "run", [])
     shutil.copy(trained / "metrics.jsonl", run)
     name = "validation/accuracy"

@@ -1,4 +1,4 @@
-"""The commands of `runs --reproduce`, in an empty folder, give the same weights to the bit."""
+"""`runs --reproduce`: its commands, in an empty folder, give the same weights, bit for bit."""
 
 import json
 import os
@@ -29,7 +29,7 @@ def run_command(folder: Path, *words: str, **variables: str) -> subprocess.Compl
 
 
 def make_project(folder: Path, in_git: bool) -> Path:
-    """Make a project in a subfolder, and change it; with git, after a commit."""
+    """Make a project in a subfolder; if it is in git, change it after its commit."""
     project = folder / "large/team"
     for name in ("my_project", "ragged.py"):
         source = PROJECT / "src" / name if name == "my_project" else PROJECT / "tests" / name
@@ -72,7 +72,7 @@ def test_the_commands_give_the_same_weights(tmp_path, in_git, train_as, in_envir
     run_command(project, PYTHON, "-m", *train_as.split(), PYTHONPATH="src")
     run = tmp_path / "kept"
     shutil.move(next((project / "runs").glob("[!.]*")), run)
-    if in_git:  # what was not committed is gone, and later ones too
+    if in_git:  # remove what was not committed
         run_command(project.parent, "git", "clean", "-fdxq")
         run_command(project.parent, "git", "checkout", "-q", ".")
     else:

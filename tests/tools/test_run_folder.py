@@ -1,4 +1,4 @@
-"""docs/run-folder.md, which the tools read by, and its format number."""
+"""docs/run-folder.md, which describes what the tools read, and its format number."""
 
 import json
 import re

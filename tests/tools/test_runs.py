@@ -1,4 +1,4 @@
-"""The list of runs: what it says of each, in a terminal and in a pipe, and reading records."""
+"""The list of runs, in a terminal and in a pipe: its states, steps, results and differences."""
 
 import json
 import subprocess

@@ -1,4 +1,4 @@
-"""The simulated step against arithmetic by hand, what torch allocates, and real processes."""
+"""The simulated step, compared with hand calculations, torch's memory and real processes."""
 
 import os
 from dataclasses import dataclass
@@ -19,7 +19,7 @@ from world import run_world
 
 
 class Layer(nn.Module):
-    """A layer that is large enough to be gathered alone."""
+    """A layer that is large enough for a gather of its own."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -81,7 +81,7 @@ def simulated(folder: Path, where: str, nodes: int, gpus: int, *settings: str) -
 
 
 def tracked_peak(config: Any) -> int:
-    """Take two real steps; return the most that torch held at once, of every kind, in bytes."""
+    """Take two real steps; return the peak memory of torch, all kinds together, in bytes."""
     from torch.distributed._tools.mem_tracker import MemTracker
 
     recipe = config.recipe
@@ -116,7 +116,7 @@ def test_memory_is_what_torch_allocates(tmp_path, size):
 
 @dataclass(frozen=True, kw_only=True)
 class Read(Layers):
-    """Has real weights, as those that are read from a file, where others are fake."""
+    """Has real weights, like weights that are read from a file."""
 
     def build_model(self, data_info: dict[str, Any]) -> nn.Module:
         with unset_fake_temporarily():
@@ -136,7 +136,7 @@ def test_weights_that_are_read_need_the_same_memory(tmp_path):
 def test_flops_are_six_per_parameter_and_position(tmp_path):
     found = simulated(tmp_path, "gpu", 1, 1, "--batches.global_batch_size", "16")
     assert found.accumulation == 2
-    # the first layer's input needs no gradient, else it were 6 exactly
+    # the first layer's input needs no gradient; otherwise it would be exactly 6
     assert found.flops_per_sample == pytest.approx(6 * found.parameters * 128, rel=0.02)
 
 
@@ -189,7 +189,7 @@ def test_ddp_reduces_once_a_step_in_buckets_of_25_mb_or_in_16_bit(tmp_path):
 
 
 def collectives_of_a_real_step(folder: str) -> tuple[int, dict[str, int]]:
-    """Take a step with fully_shard on real processes; return the gathers and peak of memory."""
+    """Take a step with fully_shard on real processes; return peak memory and collectives."""
     from my_project.contract import RecipeModule
     from my_project.optim import gradients, normalize_and_clip_
     from torch.distributed import destroy_process_group, init_process_group

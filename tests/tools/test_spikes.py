@@ -1,10 +1,10 @@
-"""Spikes: what is marked in a curve, and what is not."""
+"""Spikes: which values of a curve are marked, and which are not."""
 
 import math
 import random
 
 import pytest
-from my_project.tools.spikes import LEAST, spikes
+from my_project.tools.spikes import MIN_VALUES, spikes
 
 
 def marks(values: list[float]) -> list[int]:
@@ -27,8 +27,8 @@ def test_nothing_is_marked_in_sound_curves():
     curves += [[generator.lognormvariate(0, noise) for _ in range(9000)] for noise in (0.1, 0.3)]
     for values in curves:
         assert marks(values) == []
-    assert marks([*noisy(2.0, 100), 0.001, *noisy(2.0, 20)]) == [], "a value below"
-    assert marks([*noisy(1.0, LEAST - 1), 50.0]) == [], "too few before it"
+    assert marks([*noisy(2.0, 100), 0.001, *noisy(2.0, 20)]) == [], "a value below the median"
+    assert marks([*noisy(1.0, MIN_VALUES - 1), 50.0]) == [], "too few values before it"
 
 
 def test_what_rises_far_above_the_median_is_marked_with_it():

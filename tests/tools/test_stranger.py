@@ -1,4 +1,4 @@
-"""Every command on a run folder in which somebody else has replaced a file: no harm, no traceback.
+"""Commands on a run folder in which a stranger has replaced a file: no harm, no traceback.
 
 Nothing outside the folder is created or changed, nothing hangs, and nothing that controls
 a terminal is printed.
@@ -34,12 +34,12 @@ LIMIT_SECONDS = 240  # of one command on one file; a slow machine needs a hundre
 HUGE_BYTES = 100 << 20
 ESCAPES, HTML = "\x1b]0;title\x07\x1b[31m\x9b2J", "<script>alert(1)</script><img src=x>"
 KEPT = {"kind", "outcome", "event", "id", "launch", "cause", "class_path", "run_name", "run"}
-KEPT |= {"sha256", "runs_folder", "resume", "host", "params"}  # else it is another run
+KEPT |= {"sha256", "runs_folder", "resume", "host", "params"}  # they identify the run
 
 
 @dataclass(frozen=True, kw_only=True)
 class Speaking(Ragged):
-    """With answers in words."""
+    """Ragged data, with answers that are text."""
 
     def predict(self, model: Any, data_info: dict[str, Any], argument: str) -> str:
         return f"{argument} {data_info.get('word')}"
@@ -92,7 +92,7 @@ CONTENTS = (escapes, html, other_types, texts)
 
 
 def rewrite(path: Path, function: Callable[[Any], Any]) -> None:
-    """Change each value of a JSON or YAML file, with a valid hash; the end of other texts."""
+    """Change each value of a JSON or YAML file, keeping its hash valid; append to other texts."""
 
     def changed(value: Any) -> Any:
         if isinstance(value, dict):
@@ -119,7 +119,7 @@ def rewrite(path: Path, function: Callable[[Any], Any]) -> None:
 # ---- the run and the commands --------------------------------------------------------------------
 @pytest.fixture(scope="module")
 def run(tmp_path_factory) -> Config:
-    """A finished run with one of each file that a run folder can have."""
+    """Make a finished run with one of each file that a run folder can have."""
     runs = tmp_path_factory.mktemp("stranger") / "runs"
     config = make_config(runs, Speaking(), steps=4, checkpoints__every_steps=2)
     config = change(config, evaluation__best_metric="validation/accuracy")
@@ -180,7 +180,7 @@ def called(command: str, config: Config, outside: Path) -> tuple[int, str]:
 
 
 def replaced(config: Config, wanted: str, shapes: Any) -> Iterator[tuple[str, Callable]]:
-    """Yield the name of each file of a runs folder with each function that replaces it."""
+    """Yield the name of each file in a runs folder, with each function that replaces it."""
     runs = config.folder.parent
     names = [str(path.relative_to(runs)) for path in runs.rglob("*") if path.is_file()]
     for name in sorted(filter(re.compile(wanted).fullmatch, names)):
@@ -189,7 +189,7 @@ def replaced(config: Config, wanted: str, shapes: Any) -> Iterator[tuple[str, Ca
 
 
 def walk(command: str, config: Config, wanted: str, shapes: Any) -> list[str]:
-    """Run a command on the run with each file replaced in each way; return what went wrong."""
+    """Run a command on a run with each file replaced in each way; return what went wrong."""
     wrong = []
     base = config.folder.parent.parent
     for name, shape in replaced(config, wanted, shapes):
@@ -244,7 +244,7 @@ def test_a_strangers_links_pipes_and_escapes_harm_no_command(run):
 
 
 def test_no_link_leads_a_write_out_of_the_run_folder(run):
-    """Of all files that a start opens and does not replace."""
+    """For all files that a start opens without replacing them."""
     written = r"(run/)?(\.lock|\.run\.preparing|.*\.unfinished|metrics\.jsonl|starts\.jsonl)"
     check("longer", run, written, (dangling,))
     folder = run.folder.parent.parent / "launched"
@@ -263,5 +263,5 @@ def test_no_file_of_a_strangers_run_harms_who_looks_at_it(run, command):
 @pytest.mark.slow
 @pytest.mark.parametrize("command", ["train", "longer"])
 def test_no_file_of_a_strangers_run_harms_who_trains_it(run, command):
-    """Finished, and continued for another step; not the files that training leaves alone."""
+    """A finished run, and one that is continued; not files that training does not read."""
     check(command, run, r"(run/|run/checkpoints/step_00000004/)?[^/]+")

@@ -1,4 +1,4 @@
-"""The page about debugging, notebooks and sweeps: its commands and its code run."""
+"""The page on debugging, notebooks and sweeps: its commands and its code run."""
 
 import os
 import re
@@ -25,7 +25,7 @@ def project(tmp_path):
 
 
 def run_cells(cells: list[str], folder) -> str:
-    """Run cells in one Python process, short; return what they print."""
+    """Run cells in one Python process, with few steps; return what they print."""
     assert all("--config" in cell for cell in cells if "parse([" in cell)
     text = "\n".join(cells).replace('"--config"', QUICK)
     text = text.replace('"--steps", "60", ', "").replace("n_trials=8", "n_trials=2")

@@ -1,9 +1,10 @@
-"""Compare the last collectives of all ranks, which NCCL's flight recorder has kept. No torch.
+"""Compare the last collectives of all ranks, as NCCL's flight recorder kept them; without torch.
 
-When the watchdog ends a run it writes errors/nccl_trace_rank_<rank>.json (stopping.py): "entries",
-one for each collective of a process group, numbered by collective_seq_id, which all ranks of the
-group must call in the same order with the same operation and, mostly, the same sizes. NCCL may
-write dumps of its own beside them, which are pickles: they are named, and not opened.
+When the watchdog ends a run it writes errors/nccl_trace_rank_<rank>.json (stopping.py). Its
+"entries" are the collectives of each process group, numbered by collective_seq_id. All ranks of a
+group must call them in the same order, with the same operation and, for most operations, the same
+sizes. NCCL may write its own dumps beside them: these are pickles, so they are named but not
+opened.
 """
 
 import re
@@ -18,39 +19,42 @@ from ..files import read_json
 EVEN = {"all_reduce", "allreduce_coalesced", "all_reduce_barrier", "barrier", "broadcast"}
 EVEN |= {"reduce", "all_gather", "_all_gather_base", "reduce_scatter", "_reduce_scatter_base"}
 EVEN |= {"_broadcast_oop", "_reduce_oop"}
-KINDS = ("mismatch", "missing", "incomplete")  # the one that says most first
-OLD_SECONDS = 60.0  # before the start: a dump of an earlier one, whatever the clocks of hosts say
+KINDS = ("mismatch", "missing", "incomplete")  # the most informative first
+# A dump that is older than the start by this much is of an earlier start, as the clocks of hosts
+# differ less.
+OLD_SECONDS = 60.0
 
 
 @dataclass(kw_only=True)
 class Dumps:
-    """The dumps of a hang: the calls of a collective by group, number and rank."""
+    """The dumps of a hang."""
 
+    # entries by group, collective_seq_id and rank
     calls: dict[str, dict[int, dict[int, list[dict[str, Any]]]]] = field(default_factory=dict)
     members: dict[str, set[int]] = field(default_factory=dict)  # ranks by group, as far as known
-    ranks: set[int] = field(default_factory=set)  # that have left a dump
-    notes: list[str] = field(default_factory=list)  # which dumps were left out
+    ranks: set[int] = field(default_factory=set)  # those that have left a dump
+    notes: list[str] = field(default_factory=list)  # which dumps were left out, and why
 
 
 @dataclass(frozen=True, kw_only=True)
 class Finding:
     """The first collective in which ranks differ, or that was not completed."""
 
-    kind: str  # mismatch, missing (ranks have not called it) or incomplete
+    kind: str  # one of KINDS; missing: some ranks have not called it
     number: int  # collective_seq_id
     group: str
     calls: dict[str, list[int]]  # the ranks by what they called
-    missing: list[int]  # ranks that have not called it
+    missing: list[int]  # the ranks that have not called it
 
     @property
     def fewest(self) -> list[int]:
-        """Return the ranks that called what the fewest called; [] where no group is smaller."""
-        groups = sorted(self.calls.values(), key=len)
-        return groups[0] if len(groups[0]) < len(groups[-1]) else []
+        """Return the ranks that made the rarest call; [] if all calls are equally frequent."""
+        by_count = sorted(self.calls.values(), key=len)
+        return by_count[0] if len(by_count[0]) < len(by_count[-1]) else []
 
 
 def read(folder: Path, since: float) -> Dumps:
-    """Read the dumps in a run folder's errors/.
+    """Read the dumps in errors/ of a run folder.
 
     Args:
         folder: the run folder.
@@ -58,28 +62,28 @@ def read(folder: Path, since: float) -> Dumps:
     """
     dumps, errors = Dumps(), folder / "errors"
     for path in sorted(errors.glob("nccl_trace_rank_*.json")):
-        number, dump = re.fullmatch(r"nccl_trace_rank_(\d{1,6})\.json", path.name), read_json(path)
-        if not number or not isinstance(dump.get("version"), str):
-            dumps.notes.append(f"a damaged dump is left out: errors/{path.name}")
+        match, dump = re.fullmatch(r"nccl_trace_rank_(\d{1,6})\.json", path.name), read_json(path)
+        if not match or not isinstance(dump.get("version"), str):
+            dumps.notes.append(f"errors/{path.name} is damaged, so it is left out")
             continue
-        entries = [one for one in _list(dump.get("entries")) if _is_collective(one)]
-        called = [one["time_created_ns"] / 1e9 for one in entries]
-        if max(called, default=path.stat().st_mtime) < since - OLD_SECONDS:
-            dumps.notes.append(f"a dump of an earlier start is left out: errors/{path.name}")
+        entries = [entry for entry in _list(dump.get("entries")) if _is_collective(entry)]
+        times = [entry["time_created_ns"] / 1e9 for entry in entries]
+        if max(times, default=path.stat().st_mtime) < since - OLD_SECONDS:
+            dumps.notes.append(f"errors/{path.name} is of an earlier start, so it is left out")
             continue
-        rank = int(number[1])
+        rank = int(match[1])
         dumps.ranks.add(rank)
         for name, ranks in _members(dump):
             dumps.members.setdefault(name, set()).update(ranks)
-        for one in entries:
-            numbers = dumps.calls.setdefault(_group(one.get("process_group")), {})
-            by_rank = numbers.setdefault(one["collective_seq_id"], {})
-            by_rank.setdefault(rank, []).append(one)
+        for entry in entries:
+            by_number = dumps.calls.setdefault(_group_name(entry.get("process_group")), {})
+            by_rank = by_number.setdefault(entry["collective_seq_id"], {})
+            by_rank.setdefault(rank, []).append(entry)
     if pickles := [*errors.glob("nccl_trace_rank_*[0-9]")]:
         dumps.notes.append(
-            f"{len(pickles)} dumps of NCCL itself are pickles, which can run code, and not opened"
-            f" here: mkdir dumps; cp {errors}/nccl_trace_rank_*[0-9] dumps; torchfrtrace"
-            " dumps (torch.distributed.flight_recorder.fr_trace)"
+            f"{len(pickles)} dumps by NCCL itself are pickles, which can run code, so they are not"
+            f" opened here; to analyze them: mkdir dumps; cp {errors}/nccl_trace_rank_*[0-9] dumps;"
+            " torchfrtrace dumps (torch.distributed.flight_recorder.fr_trace)"
         )
     return dumps
 
@@ -87,76 +91,78 @@ def read(folder: Path, since: float) -> Dumps:
 def compare(dumps: Dumps) -> Finding | None:
     """Return the first collective in which ranks differ; None if the dumps show nothing.
 
-    A mismatch before a missing call before an incomplete one; of several groups the one in which
-    it was called first.
+    A mismatch comes before a missing call, and a missing call before an incomplete one. Of several
+    findings of one kind, the one with the earliest call is returned.
     """
-    found = [
+    findings = [
         (KINDS.index(finding.kind), time, finding)
         for group in dumps.calls
-        for time, finding in _in_group(group, dumps)
+        for time, finding in _findings(group, dumps)
     ]
-    return min(found, key=lambda one: one[:2])[2] if found else None
+    return min(findings, key=lambda ranked: ranked[:2])[2] if findings else None
 
 
-def _in_group(group: str, dumps: Dumps) -> Iterator[tuple[int, Finding]]:
-    """Yield the collectives in which something is wrong, each with when it was called, in ns."""
-    numbers = dumps.calls[group]
-    ranks = {rank for called in numbers.values() for rank in called}
+def _findings(group: str, dumps: Dumps) -> Iterator[tuple[int, Finding]]:
+    """Yield the findings in a group, each with the time of its first call in ns."""
+    by_number = dumps.calls[group]
+    ranks = {rank for by_rank in by_number.values() for rank in by_rank}
     expected = dumps.members.get(group, set()) & dumps.ranks | ranks
-    # a rank keeps only its last collectives: compare where all have theirs
-    first = max(min(n for n, called in numbers.items() if rank in called) for rank in ranks)
-    for number in sorted(number for number in numbers if number >= first):
-        called = dict(sorted(numbers[number].items()))
-        entries = [one for of_rank in called.values() for one in of_rank]
-        missing = sorted(expected - called.keys())
-        # one that timed out is retired too
-        is_done = all(one["state"] == "completed" for one in entries)
+    # a rank keeps only its last collectives, so comparing begins where all ranks have theirs
+    first = max(min(n for n, by_rank in by_number.items() if rank in by_rank) for rank in ranks)
+    for number in sorted(number for number in by_number if number >= first):
+        by_rank = dict(sorted(by_number[number].items()))
+        entries = [entry for called in by_rank.values() for entry in called]
+        missing = sorted(expected - by_rank.keys())
+        # not "retired", which a collective that timed out is too
+        is_done = all(entry["state"] == "completed" for entry in entries)
         calls: dict[str, list[int]] = {}
-        for rank, of_rank in called.items():
-            calls.setdefault(", ".join(map(_described, of_rank)), []).append(rank)
+        for rank, called in by_rank.items():
+            calls.setdefault(", ".join(map(_describe, called)), []).append(rank)
         kind = "mismatch" if len(calls) > 1 else "missing" if missing else "incomplete"
         if is_done and kind != "mismatch":
             continue
-        when = min(one["time_created_ns"] for one in entries)
-        yield when, Finding(kind=kind, number=number, group=group, calls=calls, missing=missing)
-        if kind == "mismatch":  # what follows in this group differs too
+        time_ns = min(entry["time_created_ns"] for entry in entries)
+        yield time_ns, Finding(kind=kind, number=number, group=group, calls=calls, missing=missing)
+        if kind == "mismatch":  # later calls in this group differ because of it
             return
 
 
 # ---- entries -------------------------------------------------------------------------------------
 def _list(value: Any) -> list[Any]:
+    """Return a list; [] for anything else."""
     return value if isinstance(value, list) else []
 
 
 def _is_collective(entry: Any) -> bool:
-    """Return whether this is an entry of a collective, not of a send or receive."""
+    """Return whether this is the entry of a collective, not of a send or receive."""
     kinds = {"collective_seq_id": int, "time_created_ns": int, "profiling_name": str, "state": str}
     if not isinstance(entry, dict) or entry.get("is_p2p"):
         return False
     return all(isinstance(entry.get(name), kind) for name, kind in kinds.items())
 
 
-def _group(names: Any) -> str:
+def _group_name(names: Any) -> str:
     """Return the name of a process group with its description: "0 (default_pg)"."""
     name, description = [*map(str, _list(names)), "", ""][:2]
     return f"{name} ({description})" if description else name
 
 
 def _members(dump: dict[str, Any]) -> Iterator[tuple[str, set[int]]]:
+    """Yield the name and the ranks of each process group."""
     groups = dump.get("pg_config")
-    for name, one in groups.items() if isinstance(groups, dict) else ():
-        if isinstance(one, dict):
-            numbers = re.findall(r"\b\d{1,6}\b", str(one.get("ranks")))  # "[0, 1]"
-            yield _group([name, one.get("desc", "")]), set(map(int, numbers))
+    for name, group in groups.items() if isinstance(groups, dict) else ():
+        if isinstance(group, dict):
+            numbers = re.findall(r"\b\d{1,6}\b", str(group.get("ranks")))  # "[0, 1]"
+            yield _group_name([name, group.get("desc", "")]), set(map(int, numbers))
 
 
-def _described(entry: dict[str, Any]) -> str:
-    """Return what must be equal on all ranks of a call: all_reduce of Float [1024]."""
-    name = entry["profiling_name"].rpartition(":")[2].split(" ")[0]  # of "nccl:all_reduce"
+def _describe(entry: dict[str, Any]) -> str:
+    """Return what all ranks of a collective must agree on: "all_reduce of Float [1024]"."""
+    name = entry["profiling_name"].rpartition(":")[2].split(" ")[0]  # from "nccl:all_reduce"
     sides = []
     for side in ("input", "output") if name in EVEN else ():
-        types, sizes = (_list(entry.get(f"{side}_{what}")) for what in ("dtypes", "sizes"))
-        words = [", ".join(dict.fromkeys(map(str, types))), ", ".join(map(str, sizes))]
+        dtypes, sizes = (_list(entry.get(f"{side}_{kind}")) for kind in ("dtypes", "sizes"))
+        words = [", ".join(dict.fromkeys(map(str, dtypes))), ", ".join(map(str, sizes))]
         sides.append(" ".join(filter(None, words)))
-    shown = " to ".join(dict.fromkeys(filter(None, sides)))
-    return f"{name} of {shown}" if shown else name
+    tensors = " to ".join(dict.fromkeys(filter(None, sides)))
+    return f"{name} of {tensors}" if tensors else name

@@ -1,14 +1,14 @@
-"""Predict memory, traffic and step time for a cluster, and its config.
+"""Predict memory, traffic and step time on a cluster, and choose its accelerate config.
 
     python -m my_project planner --config configs/image_classification.yaml \
         --nodes 4 --gpus-per-node 8 --gpu-memory-gb 80
 
-It prints each config for the cluster, the same global batch on fewer GPUs, and which to use; also
-where more GPUs would not help. The cluster need not exist. Simulated steps (simulate.py) give the
-memory, the traffic and the FLOPs: one step of rank 0 with the accelerate config, real sharding or
-DDP, on fake tensors in one process. The time of a step is arithmetic on them. The speed of a GPU
-comes from --samples-per-second, measured on one GPU, or else from --gpu-tflops and --mfu; the
-bandwidths come from preflight.py (--measured runs/preflight.json) or from options.
+It prints a row for each accelerate config on the cluster and for the same global batch on fewer
+GPUs, says which one to use, and where more GPUs would not help. The cluster need not exist. Memory,
+traffic and FLOPs are those of simulated steps (simulate.py): one step of rank 0 with the accelerate
+config, real sharding or DDP, on fake tensors in one process. The step time is computed from them.
+The speed of a GPU comes from --samples-per-second, measured on one GPU, or else from --gpu-tflops
+and --mfu; the bandwidths come from preflight.py (--measured runs/preflight.json) or from options.
 
 With --simulate it prints one of these steps: the memory of a GPU by kind, and every collective.
 
@@ -30,7 +30,7 @@ from ..exits import make_parser, run
 
 
 def parser() -> argparse.ArgumentParser:
-    """Return the parser of the options; unknown ones are settings of the run."""
+    """Return the parser of the options; unknown options are settings of the run."""
     options = make_parser(__doc__)
     add = options.add_argument
     add("--config", required=True, help="the config of the run; dotted settings may follow")
@@ -38,23 +38,24 @@ def parser() -> argparse.ArgumentParser:
     add("--gpus-per-node", type=int, default=8)
     add("--gpu-memory-gb", type=float, default=80.0)
     add("--reserved-gb", type=float, default=2.0, help="assumed for context, NCCL, fragmentation")
-    add("--samples-per-second", type=float, help="speed of one GPU, as a run on one reports it")
-    add("--gpu-tflops", type=float, default=989.0, help="peak by the data sheet; an H100's in bf16")
-    add("--mfu", type=float, default=0.4, help="MFU, if no speed is given")
+    add("--samples-per-second", type=float, help="speed of one GPU, as a run on one GPU reports it")
+    add("--gpu-tflops", type=float, default=989.0, help="peak of the data sheet; H100 in bf16: 989")
+    add("--mfu", type=float, default=0.4, help="MFU, used if --samples-per-second is not given")
     add("--measured", type=Path, help="file with measured bandwidths: runs/preflight.json")
     add("--in-node-gb-per-second", type=float, default=300.0, help="all-reduce bus bandwidth")
     add("--over-nodes-gb-per-second", type=float, default=40.0, help="the same over all nodes")
     add("--latency-us", type=float, default=20.0, help="latency of one message over the network")
-    add("--save-seconds", type=float, help="of a save, by the report: recommends an interval")
+    add("--save-seconds", type=float, help="duration of a save; the plan recommends an interval")
     add("--restart-seconds", type=float, default=60.0, help="from a failure to the next step")
     add("--hours-between-failures", type=float, help="default: as published for 1,024 GPUs, 7.9")
-    add("--simulate", action="store_true", help="print one simulated step in place of a plan")
+    add("--simulate", action="store_true", help="print one simulated step instead of a plan")
     add("--where", default="multi_node", help="simulate: accelerate_configs/NAME.yaml, or a path")
     add("--json", action="store_true")
     return options
 
 
-ARGUMENTS = parser().parse_known_args() if __name__ == "__main__" else None  # before torch
+# before torch is imported, so that --help and wrong options appear immediately
+ARGUMENTS = parser().parse_known_args() if __name__ == "__main__" else None
 
 from ..config import BatchesConfig
 from ..loading.layout import BatchLayout, batch_layout, max_processes
@@ -63,15 +64,17 @@ from .simulate import Collective, Simulation, Simulator, sharding_refusal
 
 GB = 1e9
 KINDS = ("DDP", "HSDP", "FSDP2")  # the simplest first
-# With twice the GPUs, a step has to be shorter by this factor to be worth them; also the factor by
-# which a simpler kind may be slower.
+# Fewer GPUs, or a simpler kind, are chosen if their step is at most this factor longer than the
+# shortest one.
 SIMILAR = 1.1
-# About 1 ms of a step is Python, and data loading comes on top: neither is predicted.
+# Steps below this count as equally long: about 1 ms of a step is Python, and data loading comes on
+# top; neither is predicted.
 SHORT_STEP_SECONDS = 5e-3
-# The backward's share of a micro-batch's time: it has two matrix products where forward has one.
+# Share of the backward pass in the time of a micro-batch: it has two matrix products for each one
+# of the forward pass.
 BACKWARD_SHARE = 2 / 3
-FAILURE_GPU_HOURS = 7.9 * 1024  # between failures, of Meta's research clusters (arXiv 2410.21680)
-# Simulates a step: the accelerate config, nodes, GPUs of each, micro-batch size, accumulation.
+FAILURE_GPU_HOURS = 7.9 * 1024  # between failures on Meta's research clusters (arXiv 2410.21680)
+# Simulates a step: the accelerate config, nodes, GPUs per node, micro-batch size, accumulation.
 TakeStep = Callable[[str, int, int, int, int], Simulation]
 
 
@@ -79,27 +82,29 @@ TakeStep = Callable[[str, int, int, int, int], Simulation]
 def step_seconds(kind: str, step: Simulation, cluster: argparse.Namespace) -> tuple[float, float]:
     """Estimate the seconds of computation in a step, and of the whole step.
 
-    A collective takes its bytes through a ring, and for each message a latency proportional to log2
-    of the number of GPUs. DDP's communication overlaps the backward of the last micro-batch, except
-    for the last bucket; that of sharding overlaps all computation, except for one block.
+    A collective sends its bytes through a ring, and each message has a latency proportional to log2
+    of the number of GPUs. The communication of DDP overlaps with the backward pass of the last
+    micro-batch, except for the last bucket; that of sharding overlaps with all computation, except
+    for one block.
 
     Args:
-        kind: of KINDS.
-        step: a simulated one.
-        cluster: the options that describe it.
+        kind: one of KINDS.
+        step: the simulated step.
+        cluster: the options that describe the cluster.
     """
     flops = cluster.gpu_tflops * 1e12 * cluster.mfu  # per second
     speed = cluster.samples_per_second or flops / step.flops_per_sample
     micro_batch_seconds = step.micro_batch / speed
     compute = micro_batch_seconds * step.accumulation
-    communicate = sum(collective_seconds(one, step, cluster) for one in step.collectives)
-    reduces = "all-reduce" if kind == "DDP" else "reduce-scatter"  # by bucket or block
-    messages = max((one.number for one in step.collectives if one.operation == reduces), default=1)
-    overlapped = compute
+    communicate = sum(collective_seconds(called, step, cluster) for called in step.collectives)
+    reduction = "all-reduce" if kind == "DDP" else "reduce-scatter"  # one for each bucket or block
+    numbers = (called.number for called in step.collectives if called.operation == reduction)
+    messages = max(numbers, default=1)
+    overlapping = compute
     if kind == "DDP":
-        messages = max(1, messages - 1)  # one is of the step's sums
-        overlapped = BACKWARD_SHARE * micro_batch_seconds
-    return compute, compute + communicate - min(communicate * (1 - 1 / messages), overlapped)
+        messages = max(1, messages - 1)  # one of them is that of the step's sums
+        overlapping = BACKWARD_SHARE * micro_batch_seconds
+    return compute, compute + communicate - min(communicate * (1 - 1 / messages), overlapping)
 
 
 def collective_seconds(
@@ -107,8 +112,8 @@ def collective_seconds(
 ) -> float:
     """Estimate the seconds of the collectives of one kind in a step.
 
-    In a ring over nodes, a node sends as much over the network as one of its GPUs; if the groups
-    have not all GPUs of a node, several rings share its link.
+    In a ring over nodes, a node sends as much over the network as one of its GPUs does. If a group
+    has only some of the GPUs of a node, several rings share the node's link.
     """
     bandwidth = cluster.in_node_gb_per_second * GB
     if not collective.is_in_node:
@@ -129,39 +134,42 @@ def config_name(kind: str, nodes: int, gpus_per_node: int) -> str:
 
 
 def fastest_layout(total: int, world_size: int, limit: float) -> BatchLayout:
-    """Return how a global batch is divided so that a rank computes for the fewest samples.
+    """Return the layout of a global batch with the fewest samples for each rank.
 
     Args:
         total: samples of the global batch.
-        world_size: of them all.
-        limit: of the samples in a micro-batch.
+        world_size: the number of ranks.
+        limit: the maximum number of samples in a micro-batch.
     """
     layouts = []
     for size in range(1, min(-(-total // world_size), max(1, int(min(limit, total)))) + 1):
         batches = BatchesConfig(global_batch_size=total, micro_batch_size=size)
         if max_processes(batches) >= world_size:
             layouts.append(batch_layout(batches, world_size))
-    return min(
-        layouts, key=lambda one: (one.micro_batch_size * one.accumulation, -one.micro_batch_size)
-    )
+
+    def cost(layout: BatchLayout) -> tuple[int, int]:
+        return layout.micro_batch_size * layout.accumulation, -layout.micro_batch_size
+
+    return min(layouts, key=cost)
 
 
 def largest_that_fits(
     take: TakeStep, where: tuple[str, int, int], total: int, limit: float, free_bytes: float
 ) -> tuple[Simulation, float]:
-    """Return the step with the largest micro-batch that fits into a GPU, or else one of 1 sample.
+    """Find the largest micro-batch that fits into a GPU, or else a micro-batch of 1 sample.
 
-    And the limit of the micro-batch that is known then.
-
-    Of a step that does not fit, the activations shrink at most in proportion to the micro-batch and
-    the rest does not, which excludes more sizes.
+    When a step does not fit, its activations shrink at most in proportion to the micro-batch, and
+    the rest of its memory does not shrink: this excludes sizes that need not be tried.
 
     Args:
         take: simulates a step.
-        where: the accelerate config, the nodes, and the GPUs of each.
+        where: the accelerate config, the number of nodes, and the GPUs per node.
         total: samples of a global batch.
-        limit: of the micro-batch.
-        free_bytes: memory of a GPU.
+        limit: the maximum number of samples in a micro-batch.
+        free_bytes: free memory of a GPU.
+
+    Returns:
+        The step, and the limit of the micro-batch that has been found.
     """
     while True:
         layout = fastest_layout(total, where[1] * where[2], limit)
@@ -170,16 +178,16 @@ def largest_that_fits(
         if step.peak_bytes <= free_bytes or micro_batch == 1:
             return step, limit
         activations = step.memory_bytes["activations"]
-        free_for_them = free_bytes - (step.peak_bytes - activations)
-        limit = min(micro_batch - 1, micro_batch * free_for_them / max(1, activations))
+        free_for_activations = free_bytes - (step.peak_bytes - activations)
+        limit = min(micro_batch - 1, micro_batch * free_for_activations / max(1, activations))
 
 
 def plan(
     take: TakeStep, cluster: argparse.Namespace, global_batch: int, kinds: tuple[str, ...] = KINDS
 ) -> list[dict[str, Any]]:
-    """Predict each kind on 1, 2, 4, ... GPUs of a node, then nodes, up to the cluster.
+    """Predict each kind on 1, 2, 4, ... GPUs of a node, then on 1, 2, 4, ... nodes.
 
-    On fewer GPUs than the cluster's, only up to the simplest kind that fits.
+    On less than the whole cluster, kinds after the simplest one that fits are left out.
     """
     whole = (cluster.nodes, cluster.gpus_per_node)
     sizes = [(1, gpus) for gpus in _doubled(cluster.gpus_per_node)]
@@ -187,7 +195,8 @@ def plan(
     free_bytes = (cluster.gpu_memory_gb - cluster.reserved_gb) * GB
     rows = []
     limits: dict[Any, float] = {}  # of the micro-batch; 0 where not even 1 sample fits
-    for nodes, gpus in reversed(sizes):  # a micro-batch too large for many GPUs is so for fewer
+    # a micro-batch that is too large on many GPUs is also too large on fewer
+    for nodes, gpus in reversed(sizes):
         for kind in kinds if global_batch >= nodes * gpus else ():
             if (kind == "HSDP" and 1 in (nodes, gpus)) or (kind == "FSDP2" and nodes * gpus == 1):
                 continue
@@ -204,7 +213,7 @@ def plan(
             computed = step.micro_batch * step.accumulation * nodes * gpus  # samples
             idle = 1 - global_batch / computed
             row = {"kind": kind, "config": where, "fits": fits, "seconds": seconds, "idle": idle}
-            # DDP builds the model in each process; else rank 0 does, and scatters it
+            # DDP builds the model in each process; with sharding, rank 0 builds and scatters it
             row |= {"host_bytes": step.model_bytes * (gpus if kind == "DDP" else 1)}
             efficiency = compute * (1 - idle) / seconds
             rows.append(row | {"efficiency": efficiency} | step.as_dict())
@@ -214,63 +223,63 @@ def plan(
 
 
 def _doubled(last: int) -> list[int]:
-    """Return 1, 2, 4, ... and the last."""
+    """Return the powers of two below `last`, and `last`."""
     return [2**k for k in range(last.bit_length()) if 2**k < last] + [last]
 
 
 def advice(rows: list[dict[str, Any]]) -> list[str]:
-    """Return what to do, in sentences: the fewest GPUs, and the simplest kind, as fast as any."""
+    """Return sentences that advise the fewest GPUs and simplest kind that are as fast as any."""
     fitting = [row for row in rows if row["fits"]]
     if not fitting:
         return ["No config fits: use more or larger GPUs, or a smaller model."]
     shortest = min(row["seconds"] for row in fitting)
-    longest = SIMILAR * max(SHORT_STEP_SECONDS, shortest)
-    best = next(row for row in fitting if row["seconds"] <= longest)
+    limit = SIMILAR * max(SHORT_STEP_SECONDS, shortest)
+    best = next(row for row in fitting if row["seconds"] <= limit)
     sentences = [
         f"Choose accelerate_configs/{best['config']}.yaml with --batches.micro_batch_size"
         f" {best['micro_batch']}.",
         f"The start takes {best['host_bytes'] / GB:.3g} GB of host memory on"
         f" {'each' if best['kind'] == 'DDP' else 'the first'} node.",
-        "Steps and efficiency are estimates, without data loading and some 1 ms of Python.",
+        "Step time and efficiency are estimates, without data loading and about 1 ms of Python.",
     ]
-    gpus, most = (row["nodes"] * row["gpus_per_node"] for row in (best, rows[-1]))
-    if gpus < most:
-        sentences.insert(1, f"More GPUs would not help: {gpus} are about as fast as {most}.")
+    gpus, max_gpus = (row["nodes"] * row["gpus_per_node"] for row in (best, rows[-1]))
+    if gpus < max_gpus:
+        sentences.insert(1, f"More GPUs would not help: {gpus} are about as fast as {max_gpus}.")
     return sentences
 
 
 # ---- failures ------------------------------------------------------------------------------------
 def best_interval_seconds(save: float, between_failures: float) -> float:
-    """Return the time between saves at which least is lost, by Young (1974); all in seconds."""
+    """Return the time between saves that loses the least, by Young (1974); all in seconds."""
     return math.sqrt(2 * save * between_failures)
 
 
 def predicted_goodput(
     interval: float, save: float, restart: float, between_failures: float
 ) -> float:
-    """Return the share of wall-clock time in steps that are kept.
+    """Return the share of wall-clock time spent in steps that are kept.
 
-    By Daly (2006, doi.org/10.1016/j.future.2004.11.016): failures come at a constant rate, also
-    during saves and restarts. All arguments are in seconds.
+    The formula is that of Daly (2006, doi.org/10.1016/j.future.2004.11.016): failures have a
+    constant rate, also during saves and restarts. All arguments are in seconds.
     """
     rate = 1 / between_failures
     return interval * rate / (math.exp(restart * rate) * math.expm1((interval + save) * rate))
 
 
 def failure_advice(gpus: int, cluster: argparse.Namespace) -> str:
-    """Return which interval to choose, and the goodput to expect."""
+    """Return a sentence with the best interval between saves, and the goodput to expect."""
     hours = cluster.hours_between_failures or FAILURE_GPU_HOURS / gpus
     interval = best_interval_seconds(cluster.save_seconds, 3600 * hours)
     times = (interval, cluster.save_seconds, cluster.restart_seconds, 3600 * hours)
     return (
         f"With {hours:.3g} h between failures, --checkpoints.every_minutes {interval / 60:.2g}"
-        f" loses least: a goodput of {predicted_goodput(*times):.1%}."
+        f" loses the least time: the goodput is {predicted_goodput(*times):.1%}."
     )
 
 
 # ---- the command ---------------------------------------------------------------------------------
 def main(arguments: argparse.Namespace, settings: list[str]) -> None:
-    """Predict and print."""
+    """Print a plan, or one simulated step."""
     nodes, gpus = arguments.nodes, arguments.gpus_per_node
     if not arguments.simulate:  # a plan chooses the micro-batch
         settings = [*settings, "--batches.micro_batch_size=0"]
@@ -300,9 +309,9 @@ def main(arguments: argparse.Namespace, settings: list[str]) -> None:
 
 
 def show_plan(rows: list[dict[str, Any]], cluster: argparse.Namespace) -> None:
-    """Print the model, and the steps that were predicted."""
+    """Print the size of the model, and the predicted steps."""
     parameters, flops = (format_number(rows[0][n]) for n in ("parameters", "flops_per_sample"))
-    print(f"{parameters} parameters, {flops} FLOPs for a sample")
+    print(f"{parameters} parameters, {flops} FLOPs per sample")
     table = [["GPUs", "config", "memory", "batch", "sent", "network", "step", "efficiency"]]
     for row in rows:
         memory = f"{row['peak_bytes'] / GB + cluster.reserved_gb:.1f} GB"
@@ -316,7 +325,7 @@ def show_plan(rows: list[dict[str, Any]], cluster: argparse.Namespace) -> None:
         else:
             cells += ["does not fit", "", "", "", ""]
         table.append(cells)
-    print_table("A GPU, with the largest micro-batch that fits x accumulation", table)
+    print_table("For each GPU; batch: the largest micro-batch that fits x accumulation", table)
 
 
 def show_step(step: Simulation, layout: BatchLayout, cluster: argparse.Namespace) -> None:
@@ -329,16 +338,16 @@ def show_step(step: Simulation, layout: BatchLayout, cluster: argparse.Namespace
     memory = [[*step.memory_bytes, "sum"], [f"{size / GB:.3g}" for size in sizes]]
     print_table("Memory of a GPU at the peak, in GB", memory)
     table = [["operation", "GPUs", "in a node", "number", "size", "sent by a GPU"]]
-    for one in step.collectives:
-        sizes = [f"{format_number(size)}B" for size in (one.size_bytes, one.sent_bytes)]
-        counts = (one.group_size, one.group_per_node, one.number)
-        table.append([one.operation, *map(str, counts), *sizes])
+    for called in step.collectives:
+        sizes = [f"{format_number(size)}B" for size in (called.size_bytes, called.sent_bytes)]
+        counts = (called.group_size, called.group_per_node, called.number)
+        table.append([called.operation, *map(str, counts), *sizes])
     print_table("Collectives of a GPU in a step", table)
     needed = step.peak_bytes / GB + cluster.reserved_gb
     fits = "fits" if needed <= cluster.gpu_memory_gb else "does not fit"
     print(
-        f"\nWith {cluster.reserved_gb:g} GB reserved this {fits} into {cluster.gpu_memory_gb:g} GB:"
-        f" {needed:.1f} GB."
+        f"\nWith {cluster.reserved_gb:g} GB reserved, a step needs {needed:.1f} GB, which {fits}"
+        f" into {cluster.gpu_memory_gb:g} GB."
     )
 
 

@@ -3,17 +3,17 @@
     accelerate launch --config_file accelerate_configs/multi_node.yaml ... \
         -m my_project.tools.preflight --config configs/image_classification.yaml
 
-It takes about a minute, the arguments of training, and all processes. It prints a table of the
-nodes, then the bandwidths measured between them. It exits with 0, or with 1 and, for each problem
-that would stop or slow training, a message with the remedy. The launchers run it before training if
---preflight is given, after the rendezvous check (nodes.py), which names missing nodes. The
-measurements are saved for planner.py in <runs_folder>/preflight.json.
+It takes the arguments of training, runs on all processes and needs about a minute. It prints a
+table of the nodes, then the bandwidths measured between them. It exits with 0, or with 1 after a
+message, with the remedy, for each problem that would stop or slow training. With --preflight, the
+launchers run it before training, after the rendezvous check (nodes.py), which names missing nodes.
+The measured bandwidths are saved for planner.py in <runs_folder>/preflight.json.
 """
 
 from ..config import Config
 from ..settings import parse_command_line
 
-# read before torch is imported, so that --help and errors in the config appear immediately
+# before torch is imported, so that --help and errors in the config appear immediately
 CONFIG = parse_command_line(__doc__ or "") if __name__ == "__main__" else None
 
 import hashlib
@@ -51,13 +51,13 @@ from ..run_folder import not_shared
 from .reader import format_number, print_table
 
 MB = 1_000_000
-# The time limit of a check, which is not reached by nodes that send 256 MB to each other node three
-# times at 100 MB/s.
+# The time limit of a check. Nodes that send 256 MB to each other node three times, at 100 MB/s, do
+# not reach it.
 SECONDS = 60.0
 SECONDS_PER_NODE = 8.0
 MAX_CLOCK_SKEW_SECONDS = 5.0
 SLOW_LINK = 0.5  # of the median; a slower pair of nodes is reported
-SLOW_GPU = 0.8  # of the median; GPUs of one kind differ by some percent
+SLOW_GPU = 0.8  # of the median; GPUs of one kind differ by a few percent
 
 
 def nodes() -> list[range]:
@@ -79,9 +79,9 @@ def checking(name: str) -> Iterator[None]:
 
     def give_up() -> None:
         print(
-            f"error: preflight stalled for {seconds:.0f} s at '{name}' on {process_name()}: another"
-            " rank exited, or the ranks do not reach each other. Open all ports between the nodes,"
-            " or see launch/network.sh.",
+            f"error: preflight made no progress for {seconds:.0f} s in the check '{name}' on"
+            f" {process_name()}: another rank exited, or the ranks cannot reach each other. Open"
+            " all ports between the nodes, or see launch/network.sh.",
             file=sys.stderr,
             flush=True,
         )
@@ -96,23 +96,23 @@ def checking(name: str) -> Iterator[None]:
         timer.cancel()
 
 
-# ---- what each process finds ---------------------------------------------------------------------
+# ---- what each process measures ------------------------------------------------------------------
 def must_agree(config: Config, device: torch.device) -> dict[str, str]:
-    """Return versions and counts that must be the same on all nodes."""
-    found = {
+    """Return the properties that must be the same on all nodes, such as versions, by name."""
+    properties = {
         "python": sys.version.split()[0],
         **installed(),
         "code": code_digest(config.recipe),
         "config": hashlib.sha256(to_yaml(config).encode()).hexdigest()[:8],
     }
     if device.type == "cuda":
-        found["nccl"] = ".".join(map(str, nccl.version()))
-        found["gpu"] = torch.cuda.get_device_name(device)
-    return found
+        properties["nccl"] = ".".join(map(str, nccl.version()))
+        properties["gpu"] = torch.cuda.get_device_name(device)
+    return properties
 
 
-def compute(device: torch.device) -> dict[str, float]:
-    """Measure a product of matrices in bf16, and count the values that are wrong."""
+def multiply_matrices(device: torch.device) -> dict[str, float]:
+    """Measure the FLOP/s of a matrix product in bf16, and count the values that are wrong."""
     size = 8192 if device.type == "cuda" else 512
     rows, columns = (torch.arange(size, device=device) % k for k in (7, 5))
     left = rows[:, None].expand(size, size).to(torch.bfloat16).contiguous()
@@ -124,13 +124,13 @@ def compute(device: torch.device) -> dict[str, float]:
 
 
 def seconds_per_call(call: Callable[[], Any], repeats: int = 5) -> float:
-    """Return the mean time of calls after two that open connections or pick kernels."""
+    """Return the mean time of calls, after two calls that open connections or choose kernels."""
     timer = Timer("call()", globals={"call": call}, num_threads=torch.get_num_threads())
-    return timer.timeit(repeats).mean  # it waits for the GPU
+    return timer.timeit(repeats).mean  # Timer waits for the GPU
 
 
 def folder_problem(accelerator: Accelerator, config: Config) -> str:
-    """Return what is wrong if this node does not see the file that rank 0 writes; "" if it does."""
+    """Return a message if this node does not see a file that rank 0 writes; "" if it does."""
     folder, host = Path(config.runs_folder), socket.gethostname()
 
     def write_on_main() -> tuple[str, str]:
@@ -155,10 +155,13 @@ def folder_problem(accelerator: Accelerator, config: Config) -> str:
 
 # ---- the network ---------------------------------------------------------------------------------
 def all_reduce(device: torch.device, size: int, groups: list[list[int]]) -> tuple[float, int]:
-    """Measure all-reduces that run in all groups together, and count the wrong sums.
+    """Measure all-reduces that run in all groups at the same time, and count the wrong sums.
 
     The bus bandwidth is 2 (n-1)/n x size / time, as nccl-tests defines it: comparable to the
     bandwidth of the slowest link (github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md).
+
+    Returns:
+        The bus bandwidth in bytes per second, and the number of wrong sums.
     """
     group: Any = dist.new_subgroups_by_enumeration(groups)[0]
     ranks = next(ranks for ranks in groups if world()[1] in ranks)
@@ -171,10 +174,11 @@ def all_reduce(device: torch.device, size: int, groups: list[list[int]]) -> tupl
     return 2 * (1 - 1 / len(ranks)) * size / seconds, wrong
 
 
-def shifted(accelerator: Accelerator, size: int) -> list[float]:
+def exchange_seconds(accelerator: Accelerator, size: int) -> list[float]:
     """Send a tensor to each other node, first rank to first rank; return the seconds by distance.
 
-    At distance d, node i sends to node i + d and receives from node i - d, all nodes together.
+    At distance d, node i sends to node i + d and receives from node i - d; all nodes do so at the
+    same time.
     """
     firsts = [ranks[0] for ranks in nodes()]
     sent, received = (torch.zeros(size // 4, device=accelerator.device) for _ in range(2))
@@ -186,9 +190,9 @@ def shifted(accelerator: Accelerator, size: int) -> list[float]:
             target, source = firsts[(index + distance) % len(firsts)], firsts[index - distance]
 
             def exchange(target: int = target, source: int = source) -> None:
-                both = [dist.P2POp(dist.isend, sent, target)]
-                both.append(dist.P2POp(dist.irecv, received, source))
-                for work in dist.batch_isend_irecv(both):
+                operations = [dist.P2POp(dist.isend, sent, target)]
+                operations.append(dist.P2POp(dist.irecv, received, source))
+                for work in dist.batch_isend_irecv(operations):
                     work.wait()
 
             seconds.append(seconds_per_call(exchange, repeats=1))
@@ -198,11 +202,12 @@ def shifted(accelerator: Accelerator, size: int) -> list[float]:
 def link_speeds(seconds: list[list[float]], size: int) -> dict[tuple[int, int], float]:
     """Return the bytes per second of each pair of nodes, in the slower direction.
 
-    Both ends of a slow link are late; each may be late for another link too.
+    Both ends of a slow link are late, so the earlier end gives the speed: the other one may be late
+    because of another link.
 
     Args:
         seconds: by node and distance.
-        size: of what was sent, in bytes.
+        size: of the tensor that was sent, in bytes.
     """
     speeds: dict[tuple[int, int], float] = {}
     for a in range(len(seconds)):
@@ -215,71 +220,73 @@ def link_speeds(seconds: list[list[float]], size: int) -> dict[tuple[int, int], 
 
 
 # ---- the verdict ---------------------------------------------------------------------------------
-def slow(measured: dict[str, float], fraction: float) -> list[str]:
-    """Return a message for each of 3 or more that is slower than a fraction of the median."""
-    median = statistics.median(measured.values()) if len(measured) > 2 else 0.0
+def slow(speeds: dict[str, float], fraction: float) -> list[str]:
+    """Return a message for each speed below a fraction of the median; [] for fewer than three."""
+    median = statistics.median(speeds.values()) if len(speeds) > 2 else 0.0
     return [
-        f"{name}: {format_number(speed)} per second, the median is {format_number(median)}: check"
-        " cooling, cable, adapter and switch of a node that is named several times, or remove it."
-        for name, speed in measured.items()
+        f"{name}: {format_number(speed)} per second, but the median is {format_number(median)}."
+        " Check the cooling, cable, adapter and switch of a node that is named several times, or"
+        " remove it."
+        for name, speed in speeds.items()
         if speed < fraction * median
     ]
 
 
 def differences(by_rank: list[dict[str, Any]]) -> list[str]:
-    """Return a message for each property that must be the same on all nodes and is not."""
+    """Return a message for each property that must be the same on all nodes but is not."""
     messages = []
-    for name in dict.fromkeys(name for one in by_rank for name in one["agree"]):
-        values: dict[str, dict[str, None]] = {}  # hosts by value
-        for one in by_rank:
-            values.setdefault(one["agree"].get(name, "none"), {})[one["host"]] = None
-        if len(values) > 1:
-            text = "; ".join(f"{value} on {', '.join(hosts)}" for value, hosts in values.items())
-            remedy = "use one environment, copy of the code, command and kind of node"
-            messages.append(f"{name} differs: {text}: {remedy}.")
+    for name in dict.fromkeys(name for own in by_rank for name in own["agree"]):
+        hosts: dict[str, dict[str, None]] = {}  # by value
+        for own in by_rank:
+            hosts.setdefault(own["agree"].get(name, "none"), {})[own["host"]] = None
+        if len(hosts) > 1:
+            values = "; ".join(f"{value} on {', '.join(names)}" for value, names in hosts.items())
+            remedy = "Use the same environment, code, command and kind of node everywhere."
+            messages.append(f"{name} differs: {values}. {remedy}")
     return messages
 
 
 def judge(by_rank: list[dict[str, Any]]) -> list[str]:
-    """Return what would stop or slow training, other than links."""
+    """Return a message for each problem that would stop or slow training, except slow links."""
     problems = differences(by_rank)
-    for rank, one in enumerate(by_rank):
-        if one["wrong_values"]:
+    for rank, own in enumerate(by_rank):
+        if own["wrong_values"]:
             problems.append(
-                f"{one['wrong_values']} values of a product or an all-reduce are wrong on rank"
-                f" {rank} ({one['host']}), so its memory, network link or driver is faulty: remove"
-                " that node."
+                f"{own['wrong_values']} values of a product or an all-reduce are wrong on rank"
+                f" {rank} ({own['host']}), so its memory, network link or driver is faulty:"
+                " remove that node."
             )
-    problems += sorted({one["folder_problem"] for one in by_rank} - {""})
-    clocks = {one["clock"]: one["host"] for one in by_rank}
-    late = max(clocks) - min(clocks)
-    if late > MAX_CLOCK_SKEW_SECONDS:
+    problems += sorted({own["folder_problem"] for own in by_rank} - {""})
+    clocks = {own["clock"]: own["host"] for own in by_rank}
+    skew = max(clocks) - min(clocks)
+    if skew > MAX_CLOCK_SKEW_SECONDS:
         problems.append(
-            f"the clock of {clocks[min(clocks)]} is {late:.1f} s behind; the limit is"
-            f" {MAX_CLOCK_SKEW_SECONDS:g} s: start a time service (chrony) on every node."
+            f"the clock of {clocks[min(clocks)]} is {skew:.1f} s behind; the limit is"
+            f" {MAX_CLOCK_SKEW_SECONDS:g} s. Start a time service (chrony) on every node."
         )
+    limited = (own["host"] for own in by_rank if own.get("pinned_bytes", -1) >= 0)
     problems += [
         f"{host} limits pinned memory, which InfiniBand needs: see ulimit in the Dockerfile."
-        for host in dict.fromkeys(o["host"] for o in by_rank if o.get("pinned_bytes", -1) >= 0)
+        for host in dict.fromkeys(limited)
     ]
     if "gpu" in by_rank[0]["agree"]:  # a CPU may be shared with other programs
-        speeds = {f"rank {r} ({one['host']})": one["flops"] for r, one in enumerate(by_rank)}
+        speeds = {f"rank {rank} ({own['host']})": own["flops"] for rank, own in enumerate(by_rank)}
         problems += slow(speeds, SLOW_GPU)
     return problems
 
 
 def blamed(by_rank: list[dict[str, Any]], links: dict[tuple[str, str], float]) -> set[str]:
-    """Return the hosts at fault: a wrong value, a slow GPU, or several slow links.
+    """Return the hosts at fault: those with a wrong value, a slow GPU, or several slow links.
 
     Args:
-        by_rank: what each rank has found.
+        by_rank: what each rank has measured.
         links: bytes per second of each pair of hosts.
     """
-    hosts = {one["host"] for one in by_rank if one["wrong_values"]}
+    hosts = {own["host"] for own in by_rank if own["wrong_values"]}
     if "gpu" in by_rank[0]["agree"]:
-        speeds = [one["flops"] for one in by_rank]
+        speeds = [own["flops"] for own in by_rank]
         limit = SLOW_GPU * statistics.median(speeds) if len(speeds) > 2 else 0.0
-        hosts |= {one["host"] for one in by_rank if one["flops"] < limit}
+        hosts |= {own["host"] for own in by_rank if own["flops"] < limit}
     limit = SLOW_LINK * statistics.median(links.values()) if len(links) > 2 else 0.0
     slow_ends = Counter(host for pair, speed in links.items() if speed < limit for host in pair)
     return hosts | {host for host, count in slow_ends.items() if count > 1}
@@ -291,9 +298,9 @@ def main(config: Config) -> int:
     layout.batch_layout(config.batches, world()[0])
     check_launch(config)
     check_outputs(config)
-    longest = round(limit_seconds())  # `checking` acts before the process group does
+    limit = round(limit_seconds())  # `checking` acts before the process group does
     distributed = replace(
-        config.distributed, timeout_seconds=longest, startup_timeout_seconds=longest, ddp={}
+        config.distributed, timeout_seconds=limit, startup_timeout_seconds=limit, ddp={}
     )
     with start_accelerator(replace(config, distributed=distributed)) as accelerator:
         return check(accelerator, config)
@@ -309,7 +316,7 @@ def check(accelerator: Accelerator, config: Config) -> int:
         own["pinned_bytes"] = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]  # -1: no limit
     with checking("versions and products"):
         own["agree"] = must_agree(config, device)
-        own |= compute(device)
+        own |= multiply_matrices(device)
     with checking("the run folder"):
         own["folder_problem"] = folder_problem(accelerator, config)
     with checking("all-reduce"):
@@ -321,7 +328,7 @@ def check(accelerator: Accelerator, config: Config) -> int:
             own["over_nodes"], wrong = all_reduce(device, size, [everyone])
             own["wrong_values"] += wrong
     with checking("pairs of nodes"):
-        own["seconds"] = shifted(accelerator, size)
+        own["seconds"] = exchange_seconds(accelerator, size)
         accelerator.wait_for_everyone()
         own["clock"] = time.time()
         by_rank = gather_on_main(accelerator, own)
@@ -329,34 +336,34 @@ def check(accelerator: Accelerator, config: Config) -> int:
 
 
 def report(by_rank: list[dict[str, Any]], size: int, config: Config) -> int:
-    """Print what was found, save the bandwidths for planner.py, and return the exit code."""
+    """Print the results, save the bandwidths for planner.py, and return the exit code."""
     problems = judge(by_rank)
     firsts = [by_rank[ranks[0]] for ranks in nodes()]
-    hosts = [one["host"] for one in firsts]
-    speeds = link_speeds([one["seconds"] for one in firsts], size)
-    links = {f"{hosts[a]} and {hosts[b]}": speed for (a, b), speed in speeds.items()}
-    note_blamed(sorted(blamed(by_rank, {(hosts[a], hosts[b]): v for (a, b), v in speeds.items()})))
-    problems += slow(links, SLOW_LINK)
+    hosts = [first["host"] for first in firsts]
+    speeds = link_speeds([first["seconds"] for first in firsts], size)
+    links = {(hosts[a], hosts[b]): speed for (a, b), speed in speeds.items()}
+    note_blamed(sorted(blamed(by_rank, links)))
+    problems += slow({" and ".join(pair): speed for pair, speed in links.items()}, SLOW_LINK)
     table = [["node", "ranks", "GPU", "CPUs", "clock", "product", "verdict"]]
-    for one, ranks in zip(firsts, nodes(), strict=True):
+    for first, ranks in zip(firsts, nodes(), strict=True):
         flops = min(by_rank[rank]["flops"] for rank in ranks)
-        row = [one["host"], f"{ranks[0]} to {ranks[-1]}", one["agree"].get("gpu", "none")]
-        row += [str(one["cpus"]), f"{one['clock'] - firsts[0]['clock']:+.2f} s"]
-        failed = any(one["host"] in problem for problem in problems)
+        row = [first["host"], f"{ranks[0]} to {ranks[-1]}", first["agree"].get("gpu", "none")]
+        row += [str(first["cpus"]), f"{first['clock'] - firsts[0]['clock']:+.2f} s"]
+        failed = any(first["host"] in problem for problem in problems)
         row += [f"{flops / 1e12:.3g} TFLOP/s", "failed" if failed else "passed"]
         table.append(row)
-    print_table("Nodes; CPUs for their first process; products in bf16 of the slowest", table)
-    found = {key: min(one[key] for one in by_rank) for key in ("in_node", "over_nodes")}
+    print_table("Nodes (CPUs of the first process; bf16 product of the slowest process)", table)
+    bandwidths = {key: min(own[key] for own in by_rank) for key in ("in_node", "over_nodes")}
     for name, key in {"in each node": "in_node", "over all nodes": "over_nodes"}.items():
-        if found[key]:
-            print(f"all-reduce of {size / MB:g} MB {name}: {found[key] / 1e9:.3g} GB/s")
+        if bandwidths[key]:
+            print(f"all-reduce of {size / MB:g} MB {name}: {bandwidths[key] / 1e9:.3g} GB/s")
     if links:
         print(f"{len(links)} pair(s) of nodes, the slowest: {min(links.values()) / 1e9:.3g} GB/s")
     for problem in problems:
         print(f"error: {problem}", file=sys.stderr)
     print(f"preflight {'failed' if problems else 'passed'}", flush=True)
     if not problems:
-        record = {f"{key}_bytes_per_second": speed for key, speed in found.items()}
+        record = {f"{key}_bytes_per_second": speed for key, speed in bandwidths.items()}
         write_atomically(Path(config.runs_folder) / "preflight.json", json.dumps(record) + "\n")
     return 1 if problems else 0
 

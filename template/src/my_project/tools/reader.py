@@ -1,7 +1,7 @@
 """Read a run folder, as docs/run-folder.md describes it, and format its times and numbers.
 
-The run may be under way, come from someone else or be damaged: what is missing or damaged is left
-out, and named in `problems`.
+The run may be under way, come from someone else or be damaged. What is missing or damaged is left
+out and named in `problems`.
 """
 
 import argparse
@@ -32,8 +32,9 @@ from ..run_files import (
 from ..words import PACKAGE
 
 PARTS_OF_A_RUN = ("config.yaml", "status.json", "run.json", "metrics.jsonl", "checkpoints")
-LATEST = 100  # records that tell what a run does now
-NOT_COMPARED = {"run_name", "runs_folder", "resume", "stop_after"}  # they name or place a run
+LATEST = 100  # records that show what a run is doing now
+# Settings of where a run is, and of how it begins and ends.
+NOT_COMPARED = {"run_name", "runs_folder", "resume", "stop_after"}
 
 
 @dataclass(kw_only=True)
@@ -42,22 +43,27 @@ class Run:
 
     folder: Path
     status: Status
-    state: str  # its outcome; interrupted: it says running, and no process holds the run; damaged
+    # the outcome in status.json; "interrupted" if that is running but no process holds the lock;
+    # "damaged" if there is none
+    state: str
     info: RunInfo
     settings: dict[str, Any]  # config.yaml by dotted name, such as optim.lr; recipe: its class
-    problems: list[str] = field(default_factory=list)  # what is missing or damaged: a sentence each
+    problems: list[str] = field(default_factory=list)  # sentences on what is missing or damaged
 
     @cached_property
     def records(self) -> list[dict[str, Any]]:
         """Return the records of metrics.jsonl, in its order, without damaged lines."""
-        return list(self._sound_records())
+        return list(self._intact_records())
 
     @cached_property
     def skimmed(self) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-        """Return the newest records, and those of checks; a run may have a million others."""
+        """Return the newest records, and all records of checks, without keeping the others.
+
+        A run may have a million records.
+        """
         newest: deque[dict[str, Any]] = deque(maxlen=LATEST)
         checks = []
-        for record in self._sound_records():
+        for record in self._intact_records():
             newest.append(record)
             if "problem" in record:
                 checks.append(record)
@@ -65,10 +71,16 @@ class Run:
 
     @property
     def step(self) -> int:
-        """Return the steps done, of which status.json knows those of a running start late."""
-        return max(self.status.step, *(one["step"] for one in self.skimmed[0][-1:]), 0)
+        """Return the steps done; status.json lags behind the records while a run goes on."""
+        return max(self.status.step, *(record["step"] for record in self.skimmed[0][-1:]), 0)
 
-    def _sound_records(self) -> Iterator[dict[str, Any]]:
+    @property
+    def last_record_time(self) -> float:
+        """Return when the newest record was written, in seconds since 1970; 0 if not known."""
+        return max([0.0, *(valid_time(record.get("time")) for record in self.skimmed[0][-1:])])
+
+    def _intact_records(self) -> Iterator[dict[str, Any]]:
+        """Yield the records of metrics.jsonl; note in `problems` if a line is damaged."""
         is_damaged = False
         for record in self.each_record():
             if record:
@@ -80,13 +92,15 @@ class Run:
     @cached_property
     def failures(self) -> dict[str, list[Failure]]:
         """Return the error files by launch, each list sorted by time."""
-        found: dict[str, list[Failure]] = {}
+        by_launch: dict[str, list[Failure]] = {}
         for path in sorted((self.folder / "errors").glob("*_rank_*_step_*.json")):
             if failure := read_failure(path):
-                found.setdefault(failure.launch, []).append(failure)
+                by_launch.setdefault(failure.launch, []).append(failure)
             else:
                 self.problems.append(f"errors/{path.name} is damaged, so it is left out.")
-        return {launch: sorted(of, key=lambda one: one.time) for launch, of in found.items()}
+        for failures in by_launch.values():
+            failures.sort(key=lambda failure: failure.time)
+        return by_launch
 
     def each_record(self, name: str = "metrics.jsonl") -> Iterator[dict[str, Any]]:
         """Yield the records of a file one by one; {} for a damaged line."""
@@ -94,14 +108,14 @@ class Run:
         try:
             yield from each_record(path)
         except OSError:
-            yield from [{}] * os.path.lexists(path)  # a link, a folder, no permission
+            yield from [{}] * os.path.lexists(path)  # it is a link, a folder or not readable
 
 
 def read_run(folder: Path) -> Run:
     """Read a run folder.
 
     Raises:
-        ConfigError: it is none.
+        ConfigError: the folder is not a run folder.
     """
     if not is_run(folder):
         raise ConfigError(
@@ -111,7 +125,7 @@ def read_run(folder: Path) -> Run:
 
 
 def read_folder(folder: Path) -> Run:
-    """Read a folder that may be less than a run, such as that of a start that failed early."""
+    """Read a folder in which a run folder's files may be missing, as after an early failure."""
     status, info = read_status(folder), read_info(folder)
     state = status.outcome or "damaged"
     if state == "running" and is_locked(folder) is False:
@@ -126,10 +140,10 @@ def read_folder(folder: Path) -> Run:
     }
     for name, is_damaged in damaged.items():
         if is_damaged:
-            run.problems.append(f"{name} is missing or damaged, so what it says is not known.")
+            run.problems.append(f"{name} is missing or damaged, so its content is not known.")
     if not info.is_damaged and info.format != RUN_FORMAT:
-        problem = f"run.json has format {info.format} of a run folder, and this version reads"
-        run.problems.append(f"{problem} {RUN_FORMAT}: what it does not know is left out.")
+        problem = f"run.json has format {info.format} of a run folder, but this version reads"
+        run.problems.append(f"{problem} format {RUN_FORMAT}: what it does not know is left out.")
     return run
 
 
@@ -148,18 +162,17 @@ def read_records(run: str | Path) -> list[dict[str, Any]]:
     return read_run(Path(run)).records
 
 
-def time_of(record: dict[str, Any]) -> float:
-    """Return when a record was written, in seconds since 1970; 0 where it does not say it."""
-    value = record.get("time")
+def valid_time(value: Any) -> float:
+    """Return a time in seconds since 1970; 0 if the value is not a possible one."""
     return value if isinstance(value, (int, float)) and 0 < value < 1e11 else 0.0
 
 
 def is_run(folder: Path) -> bool:
-    """Return whether a folder holds a part of a run."""
+    """Return whether a folder holds any part of a run."""
     return any((folder / name).exists() for name in PARTS_OF_A_RUN)
 
 
-def parser_of(tool: str, description: str | None) -> argparse.ArgumentParser:
+def make_tool_parser(tool: str, description: str | None) -> argparse.ArgumentParser:
     """Return the parser of a tool's command line."""
     return argparse.ArgumentParser(
         prog=f"python -m {PACKAGE} {tool}",
@@ -170,7 +183,7 @@ def parser_of(tool: str, description: str | None) -> argparse.ArgumentParser:
 
 
 def run_tool(main: Callable[[], None]) -> None:
-    """Run a tool; what cannot be read, or a run that there is not, ends in a sentence."""
+    """Run a tool; exit with a sentence if a file cannot be read or a run does not exist."""
     try:
         main()
     except ConfigError as error:
@@ -181,7 +194,7 @@ def run_tool(main: Callable[[], None]) -> None:
 
 # ---- how numbers and times are shown -------------------------------------------------------------
 def format_number(value: float | None) -> str:
-    """Format a number in four digits: 0.4312, 3021, 31.2k, 1.21M; NaN and None: not finite."""
+    """Format a number in four digits: 0.4312, 3021, 31.2k, 1.21M; "not finite" for NaN or None."""
     if value is None or not math.isfinite(value):
         return "not finite"
     for unit, suffix in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
@@ -191,7 +204,7 @@ def format_number(value: float | None) -> str:
 
 
 def print_table(title: str, rows: list[list[str]]) -> None:
-    """Print a table whose first row has the names of the columns."""
+    """Print a table; its first row holds the names of the columns."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     print(f"\n{title}")
     for row in rows:

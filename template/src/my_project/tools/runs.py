@@ -1,14 +1,14 @@
-"""List the runs in a folder: state, step, best result, goodput, age, settings that differ.
+"""List the runs in a folder: state, step, best result, goodput, age and differing settings.
 
     python -m my_project runs
     python -m my_project runs /shared/runs | grep failed
     python -m my_project runs --reproduce runs/table
 
-Goodput is the share of the time since the first launch that trained steps which were kept; it is
-not known of a run under way, nor of starts by accelerate launch or torchrun.
+Goodput is the share of the time since the first launch in which steps were trained that were kept.
+It is not known for a run that is under way, nor for starts by accelerate launch or torchrun.
 
-The settings of each run are compared with those of the first, by name, of the runs with the same
-recipe. A run under way is read without disturbing it.
+The settings of each run are compared with those of the first run, by name, that has the same
+recipe. A run that is under way is not disturbed.
 """
 
 import sys
@@ -22,7 +22,7 @@ from ..files import ConfigError, open_own
 from ..run_files import parse_record
 from ..words import format_seconds, printable, say
 from . import reproduce
-from .reader import NOT_COMPARED, Run, format_number, is_run, parser_of, read_run, run_tool
+from .reader import NOT_COMPARED, Run, format_number, is_run, make_tool_parser, read_run, run_tool
 
 COLUMNS = ("run", "state", "step", "best", "goodput", "age", "differs from the first")
 WHOLE_WORDS: dict[str, Any] = {"break_long_words": False, "break_on_hyphens": False}
@@ -31,17 +31,17 @@ COLORS = {"finished": "green", "running": "cyan", "failed": "red", "damaged": "r
 
 @dataclass(frozen=True, kw_only=True)
 class Summary:
-    """What is listed of a run."""
+    """What the list shows of a run."""
 
     run: Run
-    step: int  # of the newest record or, if that is later, of status.json
+    step: int  # of the newest record or of status.json, whichever is later
     best: float | None
-    goodput: float | None  # over the calendar, as status.json has it since the last launch ended
+    goodput: float | None  # of the time since the first launch; from status.json
     age_seconds: float  # since the newest record or change of state
 
 
 def summarize(folder: Path) -> Summary:
-    """Read what is listed of a run."""
+    """Read what the list shows of a run."""
     run = read_run(folder)
     step, values = _read_results(folder / "metrics.jsonl", best_metric(run))
     choose = min if run.settings.get("evaluation.best_mode") == "min" else max
@@ -57,14 +57,14 @@ def summarize(folder: Path) -> Summary:
 
 
 def best_metric(run: Run) -> str:
-    """Return the name of the result that decides; "" where none is known."""
+    """Return the name of the metric that decides which result is best; "" if it is not known."""
     return str(run.settings.get("evaluation.best_metric") or "")
 
 
 def _read_results(path: Path, metric: str) -> tuple[int, list[float]]:
     """Return the step of the last record, and all values of a metric.
 
-    Only lines that name the metric are parsed: a long run has hundreds of thousands.
+    Only the lines that name the metric are parsed: a long run has hundreds of thousands of lines.
     """
     try:
         with open_own(path) as file:
@@ -78,10 +78,10 @@ def _read_results(path: Path, metric: str) -> tuple[int, list[float]]:
 
 
 def list_runs(folder: Path) -> list[Summary]:
-    """Read all runs of a folder, by name.
+    """Read all runs in a folder, sorted by name.
 
     Raises:
-        ConfigError: there are none.
+        ConfigError: the folder holds no runs.
     """
     if not folder.is_dir():
         raise ConfigError(f"there is no folder {folder}; give the folder that holds the runs.")
@@ -89,72 +89,71 @@ def list_runs(folder: Path) -> list[Summary]:
         raise ConfigError(f"{folder} is itself a run; give the folder that holds it.")
     folders = [path for path in sorted(folder.iterdir()) if not path.name.startswith(".")]
     if not (runs := [summarize(path) for path in folders if path.is_dir() and is_run(path)]):
-        raise ConfigError(f"{folder} holds no runs; give the folder that holds them.")
+        raise ConfigError(f"{folder} holds no runs; give the folder that holds the runs.")
     return runs
 
 
 def differences(runs: list[Summary]) -> list[list[str]]:
-    """List for each run its settings that differ from the first run with the same recipe."""
+    """Return for each run its settings that differ from the first run with the same recipe."""
     ignored = (*NOT_COMPARED, "telemetry.", "checkpoints.")
-    first: dict[Any, dict[str, Any]] = {}
-    listed = []
+    first_of_recipe: dict[Any, dict[str, Any]] = {}
+    differing = []
     for settings in (summary.run.settings for summary in runs):
-        reference = first.setdefault(settings.get("recipe"), settings)
+        reference = first_of_recipe.setdefault(settings.get("recipe"), settings)
         names = [name for name in settings | reference if not name.startswith(ignored)]
-        differing = [name for name in names if settings.get(name) != reference.get(name)]
-        listed.append([f"{name}={settings.get(name)}" for name in sorted(differing)])
-    return listed
+        names = sorted(name for name in names if settings.get(name) != reference.get(name))
+        differing.append([f"{name}={settings.get(name)}" for name in names])
+    return differing
 
 
 def print_runs(runs: list[Summary]) -> None:
-    """Print a table; in a terminal that is too narrow for it, three lines for each run."""
+    """Print a table; in a terminal that is too narrow for it, print a few lines for each run."""
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text
 
-    is_terminal = sys.stdout.isatty()
-    # a width that no line reaches, so that what reads the lines finds them whole
-    width = None if is_terminal else 10_000
+    # in a pipe no line is wrapped, so that a program can read it
+    width = None if sys.stdout.isatty() else 10_000
     console = Console(soft_wrap=True, width=width, markup=False, emoji=False)
     table = Table(box=None, pad_edge=False, header_style="bold")
     for name in COLUMNS:
         table.add_column(name, no_wrap=True)
-    rows = [row_of(one, differing) for one, differing in zip(runs, differences(runs), strict=True)]
+    rows = [table_row(*pair) for pair in zip(runs, differences(runs), strict=True)]
     widths = [max(map(len, column)) for column in zip(COLUMNS, *rows, strict=True)]
     is_narrow = sum(widths) + 2 * len(widths) > console.width
-    for (name, state, *parts, differing), one in zip(rows, runs, strict=True):
-        color = COLORS.get(one.run.state, "yellow")
-        table.add_row(name, Text(state, color), *parts, Text(differing, "dim"))
+    for (name, state, *cells, differing), summary in zip(rows, runs, strict=True):
+        color = COLORS.get(summary.run.state, "yellow")
+        table.add_row(name, Text(state, color), *cells, Text(differing, "dim"))
         if is_narrow:
-            step, best, goodput, age = parts
+            step, best, goodput, age = cells
             console.print(Text(name, "bold"))
-            says = filter(None, (step, best, goodput and f"goodput {goodput}", f"{age} ago"))
-            console.print(Text("  ").append(state, color).append(f"  {'  '.join(says)}"))
+            facts = filter(None, (step, best, goodput and f"goodput {goodput}", f"{age} ago"))
+            console.print(Text("  ").append(state, color).append(f"  {'  '.join(facts)}"))
             for line in textwrap.wrap(differing, console.width - 2, **WHOLE_WORDS):
                 console.print(Text(f"  {line}", "dim"))
     if not is_narrow:
         console.print(table)
 
 
-def row_of(one: Summary, differing: list[str]) -> list[str]:
-    """Return what the columns say of a run."""
-    run, best = one.run, one.best
+def table_row(summary: Summary, differing: list[str]) -> list[str]:
+    """Return the cells of a run."""
+    run, best = summary.run, summary.best
     return [
         printable(run.folder.name),
         printable(run.state),
-        printable(f"{one.step}/{run.status.steps or '?'}"),
+        printable(f"{summary.step}/{run.status.steps or '?'}"),
         "" if best is None else printable(f"{best_metric(run)}={format_number(best)}"),
-        "" if one.goodput is None else f"{one.goodput:.0%}",
-        format_seconds(one.age_seconds),
+        "" if summary.goodput is None else f"{summary.goodput:.0%}",
+        format_seconds(summary.age_seconds),
         printable(", ".join(differing)),
     ]
 
 
 def main() -> None:
     """List the runs."""
-    parser = parser_of("runs", __doc__)
+    parser = make_tool_parser("runs", __doc__)
     parser.add_argument("folder", nargs="?", default="runs", type=Path, help="default: runs")
-    parser.add_argument("--reproduce", type=Path, help="print what runs a run again")
+    parser.add_argument("--reproduce", type=Path, help="print the commands that repeat this run")
     arguments = parser.parse_args()
     if arguments.reproduce:
         raise SystemExit(reproduce.print_commands(arguments.reproduce))

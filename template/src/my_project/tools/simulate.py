@@ -1,10 +1,9 @@
 """Simulate one step of rank 0 on a cluster that need not exist, for planner.py.
 
-One process, fake tensors and torch's fake process group, in which no other rank answers: the
-recipe's model takes a real step, sharded by the loop's own function or with its gradients in the
-buckets that DDP makes, as the accelerate config says. Counted are the memory of each kind, every
-collective and the FLOPs.
-Tensors have no values, so neither a loss nor a time comes out.
+In one process, with fake tensors and torch's fake process group (in which no other rank answers),
+the recipe's model takes a real step: sharded by the loop's own function, or with its gradients in
+the buckets that DDP makes, as the accelerate config says. The memory of each kind, every collective
+and the FLOPs are counted. Tensors have no values, so there is neither a loss nor a time.
 
 Not simulated: torch.compile, SyncBatchNorm's collectives, the scaler of fp16, what CUDA and NCCL
 allocate, fragmentation.
@@ -55,35 +54,36 @@ from ..loading.layout import (
 from ..process import no_garbage_collection
 from ..settings import parse
 
-# What torch's trackers call the kinds of memory, and what is printed.
-# of FSDP2, which takes its own rank's part of the list that it returns
+# The function of FSDP2 that returns the parts of all ranks, from which FSDP2 takes that of its rank
 CHUNKS = "torch.distributed.fsdp._fully_shard._fsdp_param._chunk_with_empty"
-KINDS = {
+KINDS = {  # the kinds of memory that are printed, and what torch's trackers call them
     "state": ("Parameter", "Sharded Param", "Buffer", "Optstate", "OptState", "Inputs"),
     "gradients": ("Gradient", "Sharded Grad", "Unsharded Grad", "Other"),  # other: DDP's buckets
     "activations": ("Activation", "Temp"),
     "gathered": ("Unsharded Param", "All Gather", "Reduce Scatter"),
 }
-# Variables that would say something of this machine, not of the node that is simulated.
+# Environment variables that describe this machine, not the node that is simulated.
 OF_THIS_MACHINE = re.compile(r"ACCELERATE_|FSDP_|PARALLELISM_CONFIG_|CUDA_VISIBLE_DEVICES$")
-# Torch 2.10 counts whole tensors, with which DTensor finds the shapes of the optimizer's results.
+# Torch 2.10 also counts the whole tensors with which DTensor infers the shapes of the optimizer's
+# results.
 SHARDED_SINCE = "2.15"
 OPERATIONS = ("all-gather", "all-reduce", "reduce-scatter")
-READ_SAMPLES = 8  # a larger micro-batch has the shapes of these, grown
-# The trackers keep recomputed activations in reference cycles, which a real step does not.
+READ_SAMPLES = 8  # a larger micro-batch repeats them
+# The trackers keep recomputed activations in reference cycles, unlike a real step, so garbage is
+# collected after this many operations.
 OPERATIONS_PER_COLLECTION = 500
 CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Collective:
-    """The collectives of one kind in a group of ranks, of one rank in one step."""
+    """The collectives of one kind that a rank calls in a group of ranks in one step."""
 
     operation: str
     group_size: int
     group_per_node: int  # ranks of the group on one node
     number: int
-    size_bytes: int  # of the whole tensors: gathered, or before they are scattered or reduced
+    size_bytes: int  # sum of the whole tensors: gathered, or before they are scattered or reduced
 
     @property
     def is_in_node(self) -> bool:
@@ -92,10 +92,10 @@ class Collective:
 
     @property
     def sent_bytes(self) -> float:
-        """Return what a rank sends in a ring.
+        """Return the number of bytes that a rank sends in a ring.
 
-        An all-reduce of N ranks sends 2 (N-1)/N of its size, the others half of it (Patarasuk and
-        Yuan, Bandwidth optimal all-reduce algorithms, 2009).
+        An all-reduce of N ranks sends 2 (N-1)/N of its size, the others send half of that
+        (Patarasuk and Yuan, Bandwidth optimal all-reduce algorithms, 2009).
         """
         passes = 2 if self.operation == "all-reduce" else 1
         return passes * (self.group_size - 1) / self.group_size * self.size_bytes
@@ -112,7 +112,7 @@ class Simulation:
     accumulation: int
     parameters: int
     model_bytes: int  # weights and buffers of the whole model
-    flops_per_sample: float  # of forward and backward, those of recomputed activations included
+    flops_per_sample: float  # of forward and backward, including recomputed activations
     memory_bytes: dict[str, int]  # by kind, at the peak
     collectives: list[Collective]
 
@@ -122,11 +122,11 @@ class Simulation:
         return sum(self.memory_bytes.values())
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the fields, and what follows from them."""
+        """Return the fields, the peak memory, and the bytes that are sent."""
         return asdict(self) | {"peak_bytes": self.peak_bytes, "sent": self.sent_bytes()}
 
     def sent_bytes(self) -> dict[str, float]:
-        """Sum what a rank sends, in groups that are on one node and in the others."""
+        """Return the bytes that a rank sends within its node, and over the network."""
         sent = {"in node": 0.0, "network": 0.0}
         for collective in self.collectives:
             sent["in node" if collective.is_in_node else "network"] += collective.sent_bytes
@@ -138,8 +138,8 @@ def sharding_refusal() -> str:
     if TorchVersion(torch.__version__) >= SHARDED_SINCE:
         return ""
     return (
-        f"a sharded step is simulated by torch {SHARDED_SINCE} or later; this is"
-        f" {torch.__version__}, which would count too much memory: pip install -U torch."
+        f"simulating a sharded step needs torch {SHARDED_SINCE} or later; torch"
+        f" {torch.__version__} would count too much memory: pip install -U torch."
     )
 
 
@@ -154,7 +154,7 @@ class Simulator:
 
     @cached_property
     def data(self) -> tuple[dict[str, Any], Any]:
-        """Return what the recipe knows of its data, and the training set."""
+        """Return the recipe's data_info, and the training set."""
         contract.check_recipe(self.config)
         data_info = prepare.prepare_data(self.config)
         return data_info, contract.build_datasets(self.config.recipe, data_info)[0]
@@ -171,10 +171,10 @@ class Simulator:
 
         Args:
             where: the name or the path of an accelerate config.
-            nodes: of the cluster.
-            gpus_per_node: one process each.
-            micro_batch: samples; 0 for the config's.
-            accumulation: micro-batches of a step, where micro_batch is given.
+            nodes: the number of nodes.
+            gpus_per_node: the number of GPUs, and of processes, on each node.
+            micro_batch: samples of a micro-batch; 0: that of the config.
+            accumulation: micro-batches of a step, if micro_batch is given.
 
         Raises:
             ConfigError: the launch would be refused.
@@ -212,14 +212,14 @@ class Simulator:
 
 
 def _first_chunk(tensor: torch.Tensor, num_chunks: int, dim: int) -> list[torch.Tensor]:
-    """Return rank 0's part alone: thousands of fake tensors for each parameter take minutes."""
+    """Return only rank 0's part: thousands of fake tensors for each parameter take minutes."""
     return [tensor.narrow(dim, 0, -(-tensor.size(dim) // num_chunks))]
 
 
 @contextmanager
 def _as_rank_0(launched: launch.Launch) -> Iterator[None]:
     """Set the environment of rank 0 in this launch, in a fake process group."""
-    kept = {name: text for name, text in os.environ.items() if not OF_THIS_MACHINE.match(name)}
+    kept = {name: value for name, value in os.environ.items() if not OF_THIS_MACHINE.match(name)}
     with patch.dict(os.environ, kept, clear=True):
         os.environ |= launched.environments(0)[0]
         os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": str(launched.world_size)}
@@ -232,9 +232,9 @@ def _as_rank_0(launched: launch.Launch) -> Iterator[None]:
 
 # ---- the batch -----------------------------------------------------------------------------------
 def _batch(config: Config, train_set: Any, micro_batch: int, fake: FakeTensorMode) -> Any:
-    """Return a micro-batch of fake tensors: a few samples, collated again and again.
+    """Return a micro-batch of fake tensors: a few samples, repeated.
 
-    They are fake before they are collated, so that no large batch is ever in memory.
+    The samples are made fake before they are collated, so that no large batch is ever in memory.
     """
     with unset_fake_temporarily():
         data, count = train_set, READ_SAMPLES
@@ -245,7 +245,7 @@ def _batch(config: Config, train_set: Any, micro_batch: int, fake: FakeTensorMod
     collate = getattr(config.recipe, "collate", None) or default_collate
     try:
         return collate(tree_map_only(torch.Tensor, fake.from_tensor, samples))
-    except RuntimeError:  # it reads values
+    except RuntimeError:  # collate reads values
         with unset_fake_temporarily():
             batch = collate(samples)
         return tree_map_only(torch.Tensor, fake.from_tensor, batch)
@@ -253,7 +253,7 @@ def _batch(config: Config, train_set: Any, micro_batch: int, fake: FakeTensorMod
 
 # ---- the step ------------------------------------------------------------------------------------
 class _Step:
-    """Model and optimizer of rank 0, prepared as by train.py, and its step."""
+    """The model, the optimizer and the step of rank 0."""
 
     def __init__(
         self, config: Config, world_size: int, precision: str, data_info: dict[str, Any]
@@ -263,7 +263,7 @@ class _Step:
         self.world_size = world_size
         self.dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(precision)
         self.is_sharded = sharding.is_wanted()
-        # some of these functions read values, which fake tensors lack
+        # some functions of torch.nn.init read values, which fake tensors do not have
         names = [name for name in vars(init) if name[0] != "_" and name[-1] == "_"]
         untouched: dict[str, Any] = {name: lambda tensor, *_, **__: tensor for name in names}
         contract.seed_model(config.seed)
@@ -278,9 +278,8 @@ class _Step:
         self.optimizer = optim.build_optimizer(config.optim, config.recipe, self.raw_model)
         self.buckets: list[torch.Tensor] = []
         if self.is_sharded:
-            of_run = accelerator, config
             self.model: Any = sharding.wrap_for_sharding(
-                *of_run, self.raw_model, self.optimizer, None
+                accelerator, config, self.raw_model, self.optimizer, None
             )
         else:
             self.model = contract.RecipeModule(self.raw_model)
@@ -289,11 +288,11 @@ class _Step:
         self.ema: Any = None
         if config.optim.ema_decay:
             self.ema = EMA(self.raw_model, config.optim.ema_decay)
-            named = {f"ema_{index}": average for index, average in enumerate(self.ema.averages)}
-            register_buffers(self.model, named)  # of the EMA, so that the trackers know them
+            for index, average in enumerate(self.ema.averages):  # so that the trackers know them
+                self.model.register_buffer(f"ema_{index}", average)
 
     def _make_buckets(self, options: Any) -> None:
-        """Make the gradients views of buckets, as DDP does; it reads values, so is not here."""
+        """Make the gradients views of buckets, as DDP does; DDP itself would read values."""
         is_bf16 = options.comm_hook.value == "bf16"
         self.sent_dtype = torch.bfloat16 if is_bf16 else torch.float32
         self.synced_buffers = [*self.raw_model.buffers()] if options.broadcast_buffers else []
@@ -306,23 +305,23 @@ class _Step:
                 trained[index].grad = part.view_as(trained[index])
 
     def micro_batch(self, batch: Any, *, is_last: bool) -> None:
-        """Run forward and backward of a micro-batch, and with the last send the gradients."""
+        """Run forward and backward on a micro-batch; with the last one, reduce the gradients."""
         is_cast = bool(self.dtype) and not self.is_sharded
         with parallel.gradient_sync(self.model, is_last=is_last):
             with torch.autocast("cpu", self.dtype, enabled=is_cast):
                 loss_sum, *_ = self.model(self.recipe.loss, batch, 0)
-            if is_last and self.world_size > 1:  # of the loss, the items, and two votes
+            if is_last and self.world_size > 1:  # the sums of loss and items, and two votes
                 dist.all_reduce(torch.zeros(4, dtype=torch.float64))
             loss_sum.backward()
         if is_last and self.buckets:
             for dtype in {buffer.dtype for buffer in self.synced_buffers}:
-                of_type = [b.flatten() for b in self.synced_buffers if b.dtype == dtype]
-                dist.broadcast(torch.cat(of_type), 0)
+                flat = [b.flatten() for b in self.synced_buffers if b.dtype == dtype]
+                dist.broadcast(torch.cat(flat), 0)
             for bucket in self.buckets:
                 dist.all_reduce(bucket.to(self.sent_dtype))
 
     def update(self) -> None:
-        """Update the weights as train.py does, without reading the norm."""
+        """Update the weights as train.py does, without reading the gradient norm."""
         gradients = [p.grad for p in self.raw_model.parameters() if p.grad is not None]
         norm: Any = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients)))  # type: ignore
         if isinstance(norm, DTensor):
@@ -335,14 +334,8 @@ class _Step:
             self.ema.update()
 
 
-def register_buffers(model: torch.nn.Module, named: dict[str, torch.Tensor]) -> None:
-    """Register tensors as buffers of a model."""
-    for name, tensor in named.items():
-        model.register_buffer(name, tensor)
-
-
 def _accelerator(precision: str, world_size: int, *, is_sharded: bool) -> Any:
-    """Return what sharding.py reads of an Accelerator."""
+    """Return an object with the attributes of an Accelerator that sharding.py reads."""
     accelerator: Any = SimpleNamespace(
         state=SimpleNamespace(fsdp_plugin=None),
         mixed_precision=precision,
@@ -353,7 +346,7 @@ def _accelerator(precision: str, world_size: int, *, is_sharded: bool) -> Any:
     if is_sharded:
         if refusal := sharding_refusal():
             raise ConfigError(refusal)
-        # the mesh reads the ranks from a tensor
+        # making the mesh reads values of a tensor
         with patch.dict(PartialState._shared_state), unset_fake_temporarily():
             sharding.shard_on_cpu(accelerator, is_hsdp=sharding.uses_mesh())
         accelerator.parallelism_config = accelerator.state.parallelism_config
@@ -363,9 +356,9 @@ def _accelerator(precision: str, world_size: int, *, is_sharded: bool) -> Any:
 
 # ---- counting ------------------------------------------------------------------------------------
 def _count(step: _Step, batch: Any, accumulation: int, gpus_per_node: int) -> dict[str, Any]:
-    """Take two steps, and count in the second: the first allocates the optimizer state.
+    """Take two steps, and count in the second one: the first allocates the optimizer state.
 
-    Of the micro-batches before the last, which are alike, one is taken.
+    The micro-batches before the last one are alike, so only one of them is computed.
     """
     step.micro_batch(batch, is_last=True)
     step.update()
@@ -377,12 +370,12 @@ def _count(step: _Step, batch: Any, accumulation: int, gpus_per_node: int) -> di
     tracker.memory_tracking = _NoPeaks()
     counter = FlopCounterMode(display=False)
     collectives = _Recorder()
-    number = min(accumulation, 2)
+    micro_batches = min(accumulation, 2)
     gc.collect()
-    gc.freeze()  # the recorder collects what is made from here on
-    # the counter sees an operation last, since it takes some of them apart
+    gc.freeze()  # so that the recorder collects only what is made from here on
+    # the counter decomposes some operations, so it has to see each of them last
     with no_garbage_collection(), counter, tracker, collectives:
-        if number == 2:
+        if micro_batches == 2:
             collectives.weight = accumulation - 1
             step.micro_batch(batch, is_last=False)
             collectives.weight = 1
@@ -395,50 +388,50 @@ def _count(step: _Step, batch: Any, accumulation: int, gpus_per_node: int) -> di
     sizes = {getattr(kind, "value", kind): size for kind, size in peak.items()}
     memory = {kind: sum(sizes.get(name, 0) for name in names) for kind, names in KINDS.items()}
     return {
-        "flops_per_micro_batch": flops / number,
+        "flops_per_micro_batch": flops / micro_batches,
         "memory_bytes": memory,
         "collectives": collectives.recorded(gpus_per_node),
     }
 
 
 class _NoPeaks(WeakIdKeyDictionary):
-    """What a tracker notes of each module, less the peaks, which take most of its time."""
+    """What a tracker notes for each module, without the peaks, which take most of its time."""
 
     def values(self) -> Any:
         return ()
 
 
 class _Recorder(TorchDispatchMode):
-    """Records each collective, `weight` times, and collects garbage after so many operations."""
+    """Records each collective `weight` times, and collects garbage from time to time."""
 
     def __init__(self) -> None:
         super().__init__()
         self.weight = 1
-        self.seen = 0
+        self.operations = 0
         self.numbers: Counter[tuple[str, tuple[int, ...]]] = Counter()
         self.sizes: Counter[tuple[str, tuple[int, ...]]] = Counter()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if DTensor in types:  # then this mode sees what DTensor does for it
+        if DTensor in types:  # this mode then sees the operations on its local tensors
             return NotImplemented
-        self.seen += 1
-        if self.seen % OPERATIONS_PER_COLLECTION == 0:
+        self.operations += 1
+        if self.operations % OPERATIONS_PER_COLLECTION == 0:
             gc.collect()
         result = func(*args, **(kwargs or {}))
         if func in collective_ops and func not in sync_ops:
             name = CollectiveOp.get_process_group(func, args).group_name
             ranks = tuple(dist.get_process_group_ranks(_resolve_process_group(name)))
             name = func.overloadpacket.__name__.replace("_", "")  # allgatherbase
-            known = (one for one in OPERATIONS if one.replace("-", "") in name)
+            known = (operation for operation in OPERATIONS if operation.replace("-", "") in name)
             key = (next(known, name), ranks)
-            # the larger one of input and output
+            # the size is that of the input or the output, whichever is larger
             tensors = [leaf for leaf in tree_leaves((args, result)) if hasattr(leaf, "nbytes")]
             self.numbers[key] += self.weight
             self.sizes[key] += self.weight * max(tensor.nbytes for tensor in tensors)
         return result
 
     def recorded(self, gpus_per_node: int) -> list[Collective]:
-        """Return what was recorded, on nodes of this size."""
+        """Return the recorded collectives, for nodes with this many GPUs."""
         return [
             Collective(
                 operation=operation,

@@ -1,10 +1,10 @@
 """Mark a loss or a gradient norm that is far above its running median.
 
-Far is meant by what the last steps have shown, so that the same rule serves a smooth curve and a
-noisy one: more than DEVIATIONS times the median absolute deviation above the median, and more than
-TAILS times as far as the 95th percentile, since small batches have long tails upward. A curve that
-falls, as at the start, is below its median and marks nothing. A curve that stays high after a jump
-is marked once: half a window later the median is there too.
+What is far depends on the last values, so that the same rule serves a smooth curve and a noisy one:
+more than DEVIATIONS times the median absolute deviation above the median, and more than TAILS times
+as far above it as the 95th percentile, since small batches have long upper tails. A curve that
+falls, as at the start, is below its median and is not marked. A curve that stays high after a jump
+is marked once: half a window later, the median is high too.
 """
 
 import math
@@ -13,29 +13,29 @@ from collections import deque
 from collections.abc import Iterable, Iterator
 from statistics import median
 
-WINDOW = 64  # values that the median is of
-LEAST = 32  # values, before which nothing is marked
+WINDOW = 64  # values from which the median is computed
+MIN_VALUES = 32  # nothing is marked before there are this many
 DEVIATIONS = 8.0
 TO_SIGMA = 1.4826  # the median absolute deviation times this is the sigma of a normal distribution
 TAILS = 3.0
-LEAST_RELATIVE = 0.02  # deviation relative to the median: below it is noise, even on a flat curve
-LEAST_ABSOLUTE = 1e-9  # deviation, for a median of 0
-PAUSE = WINDOW // 2  # values after a mark, in which none is marked again
+MIN_RELATIVE = 0.02  # deviation relative to the median: less is noise, even on a flat curve
+MIN_ABSOLUTE = 1e-9  # deviation, for a median of 0
+PAUSE = WINDOW // 2  # values after a mark that are not marked
 
 
 def spikes(values: Iterable[float]) -> Iterator[tuple[int, float]]:
     """Yield the index of each value that is marked, and the median of the values before it.
 
     Args:
-        values: of the records of a run, in their order; those that are not finite are passed over.
+        values: from the records of a run, in their order; values that are not finite are skipped.
     """
-    window: deque[float] = deque()  # the last values, in the order in which they came
-    ordered: list[float] = []  # the same, sorted
+    window: deque[float] = deque()  # the last values, in their order
+    ordered: list[float] = []  # the same values, sorted
     quiet_until = 0
     for index, value in enumerate(values):
         if not math.isfinite(value):
             continue
-        if index >= quiet_until and len(ordered) >= LEAST and is_far(value, ordered):
+        if index >= quiet_until and len(ordered) >= MIN_VALUES and is_far(value, ordered):
             quiet_until = index + PAUSE
             yield index, median(ordered)
         if len(window) == WINDOW:
@@ -49,7 +49,7 @@ def is_far(value: float, ordered: list[float]) -> bool:
     half = len(ordered) // 2
     middle = (ordered[half] + ordered[-half - 1]) / 2
     tail = ordered[int(0.95 * len(ordered))] - middle
-    least = max(LEAST_RELATIVE * abs(middle), LEAST_ABSOLUTE)
-    if value <= middle + max(TAILS * tail, DEVIATIONS * least):
-        return False  # almost always, so that the deviation is seldom computed
-    return value > middle + DEVIATIONS * TO_SIGMA * median(abs(one - middle) for one in ordered)
+    min_deviation = max(MIN_RELATIVE * abs(middle), MIN_ABSOLUTE)
+    if value <= middle + max(TAILS * tail, DEVIATIONS * min_deviation):
+        return False  # almost always, so the median absolute deviation is seldom computed
+    return value > middle + DEVIATIONS * TO_SIGMA * median(abs(x - middle) for x in ordered)

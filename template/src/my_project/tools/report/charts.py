@@ -1,11 +1,11 @@
-"""Charts for the report: SVG for what is drawn, HTML for text, no script. They know no run.
+"""Charts for the report, of any curves: lines are SVG, text is HTML, and there is no script.
 
-The SVG of a plot is stretched to the width of the page, which strokes do not follow
-(vector-effect), and its labels are HTML placed in percent: so text has the same size on a phone and
-on a desk. Colors, dashes and sizes are in the style sheet of page.py.
+The SVG of a plot is stretched to the width of the page, but its strokes are not (vector-effect).
+Labels are HTML, placed in percent, so that text has the same size on a phone and on a desk. Colors,
+dashes and sizes are in the style sheet of page.py.
 
-Many points are drawn in groups: a line through their means, and a band from the lowest to the
-highest value of each group, so that no spike is lost.
+Many points are drawn in groups: a line through the mean of each group, and a band from its lowest
+to its highest value, so that no spike is lost.
 """
 
 import math
@@ -18,10 +18,10 @@ import numpy as np
 from ..reader import format_number
 from .page import escape
 
-WIDTH, HEIGHT = 1000, 10_000  # units of a plot: integers, so that a path is short
-FEW = 40  # points, up to which each has a dot
-LOG_RATIO = 50  # of the largest to the least value, from which on the scale is logarithmic
-RULES = {  # vertical lines by their kind: where they begin, and how long they are
+WIDTH, HEIGHT = 1000, 10_000  # of a plot, in units; coordinates are integers, to keep paths short
+MAX_DOTS = 40  # a curve with more points has no dots
+LOG_RATIO = 50  # of the largest to the smallest value; above it, the scale is logarithmic
+RULES = {  # vertical lines by kind: top and length
     "restart": (0, HEIGHT),
     "skipped": (0, HEIGHT // 15),
     "spike": (0, HEIGHT // 15),
@@ -31,7 +31,7 @@ RULES = {  # vertical lines by their kind: where they begin, and how long they a
 
 
 class Line(NamedTuple):
-    """A curve; its values are NaN where there is none."""
+    """A curve; a value is NaN where there is none."""
 
     name: str
     steps: np.ndarray
@@ -49,7 +49,7 @@ class Axis(NamedTuple):
     is_log: bool = False
 
     def at(self, values: np.ndarray | Sequence[float]) -> np.ndarray:
-        """Return where values lie on the axis, from 0 to 1; those outside of it at its ends."""
+        """Return the places of values on the axis, from 0 to 1; outside values are at its ends."""
         places, low, high = np.asarray(values, float), self.low, self.high
         if self.is_log:
             places = np.log10(np.maximum(places, low))
@@ -57,14 +57,14 @@ class Axis(NamedTuple):
         return np.clip((places - low) / (high - low), 0, 1)
 
     def ticks(self) -> list[tuple[float, str]]:
-        """Return where the labels lie, from 0 to 1, and their texts."""
+        """Return the place of each label, from 0 to 1, and its text."""
         return list(zip(self.at([*self.labels]).tolist(), self.labels.values(), strict=True))
 
 
 def linear_axis(low: float, high: float) -> Axis:
     """Return a linear axis that begins and ends at labels."""
     size = max(abs(low), abs(high))
-    if high - low <= max(1e-9 * size, 1e-250):  # one value
+    if high - low <= max(1e-9 * size, 1e-250):  # all values are equal
         low, high = low - size / 10, high + (size / 10 or 1)
     power = 10.0 ** math.floor(math.log10((high - low) / 4))
     step = next(power * n for n in (1, 2, 5, 10) if 4 * power * n >= high - low)
@@ -82,15 +82,15 @@ def step_axis(last: int) -> Axis:
 
 
 def value_axis(values: np.ndarray, *, from_zero: bool) -> Axis:
-    """Return the axis of values: a log scale where positive ones span many decades.
+    """Return the axis of values, with a log scale if they are positive and span a large range.
 
     Args:
-        values: at least one of them finite.
+        values: at least one of them is finite.
         from_zero: begin at 0, and never use a log scale.
     """
     values = values[np.isfinite(values)]
     positive = values[values > 1e-290]
-    is_log = not from_zero and len(positive) >= 0.99 * len(values)  # zeros lie at the lower end
+    is_log = not from_zero and len(positive) >= 0.99 * len(values)  # zeros are at the lower end
     if not is_log or positive.max() <= LOG_RATIO * positive.min():
         low = float(values.min())
         return linear_axis(min(low, 0.0) if from_zero else low, float(values.max()))
@@ -107,11 +107,11 @@ def path(x: np.ndarray, y: np.ndarray) -> str:
     places = zip((x * WIDTH).tolist(), ((1 - y) * HEIGHT).tolist(), strict=True)
     points = [f"{px:.0f} {py:.0f}" if math.isfinite(py) else "" for px, py in places]
     pieces = [list(piece) for is_known, piece in groupby(points, bool) if is_known]
-    return "".join(f"M{piece[0]}L{' '.join(piece)}" for piece in pieces)  # one alone is a dot
+    return "".join(f"M{piece[0]}L{' '.join(piece)}" for piece in pieces)  # a single point is a dot
 
 
 def dots(x: np.ndarray, y: np.ndarray) -> str:
-    """Return a path of lines without length, which round caps make dots of any size in pixels."""
+    """Return a path of lines of length 0, which round caps show as dots of a size in pixels."""
     kept = np.isfinite(y)
     points = zip((x[kept] * WIDTH).tolist(), ((1 - y[kept]) * HEIGHT).tolist(), strict=True)
     return "".join(f"M{px:.0f} {py:.0f}h0" for px, py in points)
@@ -124,12 +124,12 @@ def rules(x: np.ndarray, top: int, length: int) -> str:
 
 
 def in_groups(x: np.ndarray, values: np.ndarray, groups: int) -> list[np.ndarray]:
-    """Return where groups of points are, and the mean, lowest and highest value of each.
+    """Return the place, mean, lowest and highest value of each group of points.
 
     Args:
         x: places from 0 to 1.
         values: NaN where there is none.
-        groups: equal parts of the axis; those without points are left out.
+        groups: number of equal parts of the axis; parts without points are left out.
     """
     kept = np.flatnonzero(np.isfinite(values))
     kept = kept[np.argsort(x[kept], kind="stable")]
@@ -142,7 +142,7 @@ def in_groups(x: np.ndarray, values: np.ndarray, groups: int) -> list[np.ndarray
 
 # ---- a chart -------------------------------------------------------------------------------------
 def key(kind: str) -> str:
-    """Return the line that stands in a legend beside a name; kind is its class."""
+    """Return the line beside a name in a legend; kind is its CSS class."""
     drawn = f'<path class="{kind}" d="M3 4h16"/>'
     return f'<svg class="key" viewBox="0 0 22 8" aria-hidden="true">{drawn}</svg>'
 
@@ -162,7 +162,7 @@ def chart(
         title: what is shown, with its unit.
         lines: the curves.
         x: the axis of steps.
-        groups: into how many groups many points are collected.
+        groups: the number of groups, if there are many points.
         marks: the steps to mark, by a key of RULES.
         from_zero: let the y axis begin at 0, and never use a log scale.
     """
@@ -184,7 +184,7 @@ def chart(
             bands.append(f'<path class="band {color}" d="{around}z"/>')
         values = y.at(values)
         drawn.append(f'<path class="{color}" data-name="{name}" d="{path(places, values)}"/>')
-        if len(values) <= FEW:
+        if len(values) <= MAX_DOTS:
             drawn.append(f'<path class="dots {color}" d="{dots(places, values)}"/>')
     for kind, steps in (marks or {}).items():
         if steps:

@@ -1,7 +1,7 @@
-"""The curves and events of a run, read record by record, so that a long run fits in memory.
+"""Read the curves and events of a run record by record, so that a long run fits in memory.
 
-A run folder may come from someone else and may be damaged: each value is checked for its type
-before it is used, and is escaped where it is shown (page.py).
+A run folder may come from someone else and may be damaged: the type of each value is checked before
+it is used, and it is escaped where it is shown (page.py).
 """
 
 import math
@@ -18,47 +18,45 @@ from ...run_files import kind_of
 from ..reader import Run, read_run
 
 PHASES = ("data", "evaluation", "saving")
-OF_RANKS = ("rank_seconds_median", "rank_seconds_max")  # left out where there is one process
+RANK_COLUMNS = ("rank_seconds_median", "rank_seconds_max")  # left out if there is one process
 COLUMNS = (
     *("step", "loss", "skipped", "skipped_steps", "learning_rate", "gradient_norm"),
     *("samples_per_second", "items_per_second", "mfu", "peak_memory_bytes", "elapsed_seconds"),
-    *("gpu_utilization", *OF_RANKS, *(f"{phase}_share" for phase in PHASES)),
+    *("gpu_utilization", *RANK_COLUMNS, *(f"{phase}_share" for phase in PHASES)),
 )
 NOT_RESULTS = {"step", "epoch", "elapsed_seconds", "time", "seconds", "is_best"}
-MOST_FIELDS = 100  # of an evaluation
-MOST_CHARACTERS = 10_000  # of a text
-LARGEST = 1e250  # of a number; beyond it arithmetic is not safe
+MAX_FIELDS = 100  # of a record
+MAX_CHARACTERS = 10_000  # of a text
+MAX_NUMBER = 1e250  # larger numbers could overflow in arithmetic
 
 
 @dataclass(kw_only=True)
 class History:
-    """A run."""
+    """The curves and events of a run."""
 
     run: Run
     name: str = ""  # as it is shown
-    short: str = ""  # the same in legends
+    short: str = ""  # the name in legends
     last: dict[str, Any] = field(default_factory=lambda: {"step": 0})  # the last record
     steps: np.ndarray = field(default_factory=lambda: np.zeros(0))  # of the intervals
     curves: dict[str, np.ndarray] = field(default_factory=dict)  # of the intervals; NaN: no value
     starts: list[dict[str, Any]] = field(default_factory=list)  # with "last" step and "end"
     evaluations: list[dict[str, Any]] = field(default_factory=list)  # with "results"
     checkpoints: list[dict[str, Any]] = field(default_factory=list)
-    checks: list[dict[str, Any]] = field(default_factory=list)  # what they have found
+    checks: list[dict[str, Any]] = field(default_factory=list)  # records of what checks have found
 
     @property
     def best(self) -> tuple[str, dict[str, Any]]:
-        """Return the name of the result that decides, and the best evaluation; "" and {}: none."""
+        """Return the name of the best_metric, and the best evaluation; "" and {} without one."""
         name = text(self.run.settings.get("evaluation.best_metric"))
-        known = [
-            one for one in self.evaluations if math.isfinite(one["results"].get(name, math.nan))
-        ]
+        known = [e for e in self.evaluations if math.isfinite(e["results"].get(name, math.nan))]
         choose = min if self.run.settings.get("evaluation.best_mode") == "min" else max
-        best = choose(known, key=lambda one: one["results"][name], default={})
+        best = choose(known, key=lambda record: record["results"][name], default={})
         return (name, best) if best else ("", {})
 
     @property
     def skipped(self) -> np.ndarray:
-        """Return the steps of the intervals in which steps were skipped, or had no finite loss."""
+        """Return the steps of the intervals with skipped steps or without a finite loss."""
         nothing = np.zeros(len(self.steps))
         is_skipped = np.nan_to_num(self.curves.get("skipped", nothing)) > 0
         return self.steps[is_skipped | np.isnan(self.curves.get("loss", nothing))]
@@ -66,31 +64,31 @@ class History:
 
 def number(value: Any) -> float:
     """Return a number as a float; NaN for anything else."""
-    is_number = type(value) in (int, float) and abs(value) < LARGEST
+    is_number = type(value) in (int, float) and abs(value) < MAX_NUMBER
     return float(value) if is_number else math.nan
 
 
 def text(value: Any) -> str:
     """Return the beginning of a string; "" for anything else."""
-    return value[:MOST_CHARACTERS] if isinstance(value, str) else ""
+    return value[:MAX_CHARACTERS] if isinstance(value, str) else ""
 
 
 def read_history(folder: Path) -> History:
     """Read a run folder; the run may be under way.
 
     Raises:
-        ConfigError: it is none.
+        ConfigError: the folder is not a run folder.
     """
     history = History(run=read_run(folder))
     columns = {name: array("d") for name in COLUMNS}
     damaged = 0
     for record in history.run.each_record():
-        if not is_sound(record):
+        if not has_valid_step(record):
             damaged += 1
             continue
         if kind_of(record) == "interval":
             count = len(columns["step"])
-            for name in islice(record, MOST_FIELDS):
+            for name in islice(record, MAX_FIELDS):
                 if name.startswith("train/") and name not in columns:  # a scalar of the recipe
                     columns[name] = array("d", [math.nan]) * count
             for name, column in columns.items():
@@ -101,39 +99,39 @@ def read_history(folder: Path) -> History:
             history.starts[-1]["last"] = record["step"]
         history.last = record
     if max((start["world_size"] for start in history.starts), default=1) == 1:
-        columns = {name: columns[name] for name in columns.keys() - {*OF_RANKS}}
+        columns = {name: columns[name] for name in columns.keys() - {*RANK_COLUMNS}}
     if columns["items_per_second"] == columns["samples_per_second"]:  # an item is a sample
         del columns["items_per_second"]
     curves = {name: np.frombuffer(column) for name, column in columns.items() if column}
     history.curves = {name: values for name, values in curves.items() if np.isfinite(values).any()}
     history.steps = history.curves.pop("step", history.steps)
     if damaged or (history.run.status.step and not history.last["step"]):
-        problem = f"metrics.jsonl is missing or damaged: {damaged:,} lines are left out."
+        problem = f"metrics.jsonl is missing or damaged: {damaged:,} line(s) are left out."
         history.run.problems.append(problem)
     note_followed(history)
     return history
 
 
-def is_sound(record: dict[str, Any]) -> bool:
+def has_valid_step(record: dict[str, Any]) -> bool:
     """Return whether a record has a step that can be drawn."""
     return bool(record) and type(record["step"]) is int and 0 <= record["step"] < 2**53
 
 
 def note_followed(history: History) -> None:
-    """Add the evaluations beside training, of steps that training has not evaluated itself."""
-    own = {one["step"] for one in history.evaluations}
+    """Add the evaluations beside training, for steps that training has not evaluated itself."""
+    evaluated = {record["step"] for record in history.evaluations}
     records = [*history.run.each_record("evaluations.jsonl")]
-    # of a step that was trained again the last one
-    followed = {record["step"]: record for record in records if is_sound(record)}
-    for step in followed.keys() - own:
+    # if a step was trained again, its last record counts
+    followed = {record["step"]: record for record in records if has_valid_step(record)}
+    for step in followed.keys() - evaluated:
         note(history, followed[step] | {"kind": "evaluation", "is_followed": True})
-    history.evaluations.sort(key=lambda one: one["step"])
-    if not all(map(is_sound, records)):
+    history.evaluations.sort(key=lambda record: record["step"])
+    if not all(map(has_valid_step, records)):
         history.run.problems.append("evaluations.jsonl has damaged lines, which are left out.")
 
 
 def note(history: History, record: dict[str, Any]) -> None:
-    """Add a record that is not of an interval."""
+    """Add a record of any kind but "interval"."""
     kind = kind_of(record)
     if kind == "start":
         size, hosts = record.get("world_size"), record.get("hosts")
@@ -145,7 +143,7 @@ def note(history: History, record: dict[str, Any]) -> None:
     elif kind == "evaluation":
         results = {
             name: number(value)
-            for name, value in islice(record.items(), MOST_FIELDS)
+            for name, value in islice(record.items(), MAX_FIELDS)
             if name not in NOT_RESULTS and (value is None or math.isfinite(number(value)))
         }
         history.evaluations.append(record | {"results": results})

@@ -1,7 +1,7 @@
-"""The frame of the report: one HTML file that asks for nothing from anywhere.
+"""The frame of the report: one HTML file that loads nothing.
 
-Everything that comes from a run folder passes through `escape`. Were that forgotten somewhere, the
-browser would still run no script but the one below, whose hash the page states, and would load
+Everything that comes from a run folder passes through `escape`. Even if that were forgotten
+somewhere, the browser would run only the script below, whose hash the page states, and would load
 nothing (Content-Security-Policy).
 """
 
@@ -11,7 +11,7 @@ from base64 import b64encode
 from collections.abc import Sequence
 
 GENERATOR = '<meta name="generator" content="run report, cookiecutter-accelerate">'
-MOST_ROWS = 500  # of a table
+MAX_ROWS = 500  # of a table
 
 STYLE = """
 :root{color-scheme:light dark;--page:light-dark(#fff,#13161a);--card:light-dark(#f5f7f9,#1c2026);
@@ -105,27 +105,27 @@ class Html(str):
     """Text that is HTML already, so that `escape` leaves it as it is."""
 
 
-def escape(value: object, most: int = 300) -> str:
+def escape(value: object, max_characters: int = 300) -> str:
     """Return a value as text that is safe in HTML and in a quoted attribute.
 
     Characters that are not printable, such as those that reverse the direction of text, are
-    replaced; more than so many characters are cut.
+    replaced; a text that is too long is cut.
     """
     if isinstance(value, Html):
         return value
     text = str(value)
-    text = text if len(text) <= most else f"{text[:most]} ..."
+    text = text if len(text) <= max_characters else f"{text[:max_characters]} ..."
     text = "".join(c if c.isprintable() or c in "\n\t" else "\ufffd" for c in text)
     return html.escape(text, quote=True)
 
 
 def table(head: Sequence[object], rows: Sequence[Sequence[object]]) -> str:
-    """Return a table in a box that scrolls by itself, "" without rows; escape its cells."""
-    lines = [("th", head), *(("td", row) for row in rows[:MOST_ROWS])]
+    """Return a table with escaped cells, in a box that scrolls by itself; "" without rows."""
+    lines = [("th", head), *(("td", row) for row in rows[:MAX_ROWS])]
     texts = ["".join(f"<{tag}>{escape(cell)}</{tag}>" for cell in row) for tag, row in lines]
     body = "".join(f"<tr>{text}</tr>" for text in texts if text)
-    left = f"<p>{len(rows) - MOST_ROWS} more are left out.</p>" * (len(rows) > MOST_ROWS)
-    return f'<div class="scroll"><table>{body}</table></div>{left}' if rows else ""
+    rest = f"<p>{len(rows) - MAX_ROWS} more rows are left out.</p>" * (len(rows) > MAX_ROWS)
+    return f'<div class="scroll"><table>{body}</table></div>{rest}' if rows else ""
 
 
 def page(title: str, body: str) -> str:

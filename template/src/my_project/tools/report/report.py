@@ -3,8 +3,8 @@
     python -m my_project report runs/image_classification
     python -m my_project report runs/a runs/b --output compared.html
 
-The report of one run is written into its folder as report.html; that of several runs into the
-folder that holds them. The runs may be under way: the same command writes the report again.
+The report of one run is written into its folder as report.html, and that of several runs into the
+folder that holds them. The runs may be under way: run the same command again for a newer report.
 """
 
 import os
@@ -16,26 +16,26 @@ from pathlib import Path
 from ...files import ConfigError, open_own, write_atomically
 from ...run_files import local_folder
 from ...words import say
-from ..reader import parser_of, run_tool
+from ..reader import make_tool_parser, run_tool
 from .page import GENERATOR, page
 
-MOST_RUNS = 8  # colors that one can tell apart
-LONG_NAME = 20  # characters
+MAX_RUNS = 8  # there are this many colors that one can tell apart
+LONG_NAME = 20  # characters; names up to this length are not shortened
 
 
 def write_report(folders: list[Path], output: str | None = None) -> Path:
     """Read runs and write their report; return its path.
 
     Raises:
-        ConfigError: a folder is not of a run, or the report cannot be written there.
+        ConfigError: a folder is not a run folder, or the report cannot be written there.
     """
     from .history import read_history  # these import numpy
     from .sections import body
 
-    # runs/* has the report of several runs in it, once that is written
+    # runs/* includes an earlier report of several runs
     folders = list({path.resolve(): path for path in folders if not is_report(path)}.values())
-    if not 0 < len(folders) <= MOST_RUNS:
-        raise ConfigError(f"{len(folders)} runs are given; a report shows 1 to {MOST_RUNS}.")
+    if not 0 < len(folders) <= MAX_RUNS:
+        raise ConfigError(f"{len(folders)} runs are given, but a report shows 1 to {MAX_RUNS}.")
     common = Path(os.path.commonpath([folder.resolve().parent for folder in folders]))
     path = Path(output or (folders[0] if len(folders) == 1 else common) / "report.html")
     runs = [read_history(folder) for folder in folders]
@@ -60,27 +60,27 @@ def is_report(path: Path) -> bool:
 
 
 def shorten(names: list[str]) -> list[str]:
-    """Return long names without the words that all of them begin or end with.
+    """Return names without the words with which all of them begin or end, if any name is long.
 
     A name that has no other words stays whole.
     """
     words = [re.findall(r"[-_/]?[^-_/]+|[-_/]", name) for name in names]
-    for _ in range(2):  # from the end, then from the beginning
-        same = takewhile(lambda column: len({*column}) == 1, zip(*words, strict=False))
-        count = len(list(same))
-        words = [one[count:][::-1] for one in words]
-    short = ["".join(one).strip("-_/") or name for one, name in zip(words, names, strict=True)]
-    is_clear = len({*short}) == len(names) > 1
-    return short if is_clear and max(map(len, names)) > LONG_NAME else names
+    for _ in range(2):  # cut the beginning and reverse the words, twice
+        common = takewhile(lambda column: len({*column}) == 1, zip(*words, strict=False))
+        count = len(list(common))
+        words = [parts[count:][::-1] for parts in words]
+    short = ["".join(parts).strip("-_/") or name for parts, name in zip(words, names, strict=True)]
+    is_unique = len({*short}) == len(names) > 1
+    return short if is_unique and max(map(len, names)) > LONG_NAME else names
 
 
 def main() -> None:
     """Write the report, and print its path and size."""
-    parser = parser_of("report", __doc__)
+    parser = make_tool_parser("report", __doc__)
     parser.add_argument("runs", nargs="+", help="the run folders, at most 8", metavar="run")
     parser.add_argument("--output", help="the file to write")
-    given = parser.parse_args()
-    path = write_report([local_folder(folder) for folder in given.runs], given.output)
+    arguments = parser.parse_args()
+    path = write_report([local_folder(folder) for folder in arguments.runs], arguments.output)
     say(f"{path} ({path.stat().st_size / 1000:.0f} kB)")
 
 

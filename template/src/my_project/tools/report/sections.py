@@ -1,4 +1,4 @@
-"""What stands in a report, from top to bottom."""
+"""The contents of a report, from top to bottom."""
 
 import json
 import shlex
@@ -14,20 +14,20 @@ import numpy as np
 from ...files import read_own
 from ...words import PACKAGE, format_seconds
 from ..goodput import PARTS, goodput
-from ..reader import NOT_COMPARED, format_number, time_of
+from ..reader import NOT_COMPARED, format_number, valid_time
 from ..spikes import spikes
 from .charts import Axis, Line, chart, key, step_axis
 from .history import PHASES, History, number, text
 from .page import Html, escape, table
 
-MOST_METRICS = 12  # charts of results
-MOST_EVENTS = 25  # the newest, in a table
-MOST_WORDS = 500  # of a command
-PICTURE_BYTES, PICTURES_BYTES = 100_000, 150_000  # of one, and of all
+MAX_METRICS = 12  # charts of results
+MAX_EVENTS = 25  # rows of events in a table, the newest
+MAX_WORDS = 500  # of a command
+PICTURE_BYTES, PICTURES_BYTES = 100_000, 150_000  # limits of one picture, and of all together
 REMARKS = {
     "running": "This page shows the run as it was when the page was written.",
-    "interrupted": "Killed, or its machine is down. The same command as before continues it.",
-    "preempted": "It saved and stopped. The same command as before continues it.",
+    "interrupted": "The run was killed, or its machine is down. The same command continues it.",
+    "preempted": "The run saved and stopped. The same command continues it.",
 }
 SPEED = (  # title, column, factor
     ("Samples per second", "samples_per_second", 1),
@@ -44,7 +44,7 @@ SPEED = (  # title, column, factor
 def body(runs: list[History], title: str) -> str:
     """Return the body of the page."""
     x = step_axis(max(run.last["step"] for run in runs))
-    groups = max(80, 400 // len(runs))  # of points, so that the page stays small
+    groups = max(80, 400 // len(runs))  # of points; fewer for many runs, to keep the page small
     curves, rates = learning(runs, x, groups), speed(runs, x, groups)
     parts = [f"<h1>{escape(title)}</h1>{summary(runs)}"]
     parts += [section("Curves", curves), section("Speed", rates)]
@@ -55,49 +55,49 @@ def body(runs: list[History], title: str) -> str:
         part += section("Settings", table([], rows)) + section("Provenance", provenance(run))
         head = f"<summary>More of {escape(run.name)}</summary>"
         parts.append(part if len(runs) == 1 else f"<details>{head}{part}</details>")
-    foot = f"Of more than {2 * groups} records curves show the mean and range of {groups} groups. "
-    foot += time.strftime("Written %Y-%m-%d %H:%M UTC.", time.gmtime())
-    return f"{''.join(parts)}<footer>{foot}</footer>"
+    footer = f"A curve of more than {2 * groups} records shows mean and range of {groups} groups. "
+    footer += time.strftime("Written %Y-%m-%d %H:%M UTC.", time.gmtime())
+    return f"{''.join(parts)}<footer>{footer}</footer>"
 
 
 def section(title: str, content: str, level: str = "h2") -> str:
-    """Return content below a title; "" without content."""
+    """Return content below a title; "" if the content is empty."""
     return f"<{level}>{title}</{level}>{content}" if content else ""
 
 
 def paragraphs(*texts: str) -> str:
-    """Return texts as paragraphs, without those that are empty."""
+    """Return each text that is not empty as a paragraph."""
     return "".join(f"<p>{escape(line, 2000)}</p>" for line in texts if line)
 
 
 # ---- the top -------------------------------------------------------------------------------------
 def by_run(runs: list[str], columns: list[dict[str, str]]) -> str:
-    """Return a table with a column for each run, below its name, without rows that are empty."""
+    """Return a table with a column for each run, without empty rows; several runs have heads."""
     names = dict.fromkeys(name for column in columns for name in column)
     rows = [[name, *(column.get(name, "") for column in columns)] for name in names]
     heads = [Html(key(f"c{i}") + escape(name)) for i, name in enumerate(runs)]
-    shown = table(["", *heads] * (len(runs) > 1), [row for row in rows if any(row[1:])])
-    return f'<div class="runs">{shown}</div>'
+    content = table(["", *heads] * (len(runs) > 1), [row for row in rows if any(row[1:])])
+    return f'<div class="runs">{content}</div>'
 
 
 def summary(runs: list[History]) -> str:
-    """Return the settings that differ and the main numbers of each run, its command, remarks."""
-    settings = [{name: as_typed(value) for name, value in run.run.settings.items()} for run in runs]
-    known = [one for one in settings if one]  # of the others config.yaml is damaged
-    names = dict.fromkeys(name for one in known for name in one if name not in NOT_COMPARED)
-    differing = [name for name in names if len({one.get(name) for one in known}) > 1]
+    """Return the differing settings, main numbers, command and remarks of each run."""
+    typed = [{name: as_typed(value) for name, value in run.run.settings.items()} for run in runs]
+    intact = [settings for settings in typed if settings]  # their config.yaml is readable
+    names = {name: None for settings in intact for name in settings if name not in NOT_COMPARED}
+    differing = [name for name in names if len({settings.get(name) for settings in intact}) > 1]
     columns = [
-        {name: one.get(name, "") for name in differing} | facts(run)
-        for one, run in zip(settings, runs, strict=True)
+        {name: settings.get(name, "") for name in differing} | facts(run)
+        for settings, run in zip(typed, runs, strict=True)
     ]
     parts = [by_run([run.name for run in runs], columns)]
     for i, run in enumerate(runs):
-        parts.append(f"<p>{key(f'c{i}') * (len(runs) > 1)}{typed(run)}</p>{remarks(run)}")
+        parts.append(f"<p>{key(f'c{i}') * (len(runs) > 1)}{command(run)}</p>{remarks(run)}")
     return "".join(parts)
 
 
 def facts(run: History) -> dict[str, str]:
-    """Return the outcome and the main numbers of a run by name, as far as they are known."""
+    """Return the outcome and the main numbers of a run by title, as far as they are known."""
     status, state, (metric, best) = run.run.status, run.run.state, run.best
     elapsed = number(run.last.get("elapsed_seconds"))
     badge = state if state in ("finished", "failed", *REMARKS) else "damaged"
@@ -109,7 +109,7 @@ def facts(run: History) -> dict[str, str]:
         result = format_number(best["results"][metric])
         known[f"Best {metric}"] = f"{result} at step {best['step']:,}"
     if elapsed >= 0:
-        known["Duration, without work done again"] = format_seconds(elapsed)
+        known["Duration, without repeated steps"] = format_seconds(elapsed)
     for start in run.starts[-1:]:
         known["Processes"] = f"{start['world_size']}, hosts: {len(start['hosts'])}"
     for title, name, factor in SPEED[:3]:
@@ -120,34 +120,34 @@ def facts(run: History) -> dict[str, str]:
 
 
 def remarks(run: History) -> str:
-    """Return what an outcome means, the first failure, what checks found, what is not readable."""
+    """Return paragraphs: what the outcome means, the reason, damaged files, findings of checks."""
     reason, state = text(run.run.status.reason), run.run.state
     lines = [REMARKS.get(state, ""), reason * (state == "preempted"), *run.run.problems]
-    found = (f"Step {one['step']:,}: {text(one.get('problem'))}" for one in run.checks)
-    lines += [*dict.fromkeys(found)][:MOST_EVENTS]
+    findings = (f"Step {one['step']:,}: {text(one.get('problem'))}" for one in run.checks)
+    lines += [*dict.fromkeys(findings)][:MAX_EVENTS]
     if state != "failed":
         return paragraphs(*lines)
-    command = shlex.join(["python", "-m", PACKAGE, "doctor", str(run.run.folder)])
+    doctor = shlex.join(["python", "-m", PACKAGE, "doctor", str(run.run.folder)])
     lines = paragraphs(reason or "The reason is not known.", *lines)
-    return f'<b class="failed">{lines}</b>More: <code>{escape(command, 1000)}</code>'
+    return f'<b class="failed">{lines}</b>More: <code>{escape(doctor, 1000)}</code>'
 
 
-def typed(run: History) -> str:
-    """Return the command as it was typed, as far as run.json has it; no line ends in a word."""
-    command = words(run.run.info.launcher or run.run.info.command)
-    command = [Path(word).name for word in command[:1]] + command[1:]
-    spans = (f"<span>{escape(shlex.quote(word), 2000)}</span>" for word in command)
+def command(run: History) -> str:
+    """Return the command as it was typed, as far as run.json has it; lines break between words."""
+    typed = words(run.run.info.launcher or run.run.info.command)
+    typed = [Path(word).name for word in typed[:1]] + typed[1:]
+    spans = (f"<span>{escape(shlex.quote(word), 2000)}</span>" for word in typed)
     return f"<code>{' '.join(spans)}</code>"
 
 
 def words(value: Any) -> list[str]:
-    """Return a recorded command; [] if there is none."""
-    return [text(word) for word in value[:MOST_WORDS]] if isinstance(value, (list, tuple)) else []
+    """Return the texts of a list, such as a recorded command; [] for anything else."""
+    return [text(word) for word in value[:MAX_WORDS]] if isinstance(value, (list, tuple)) else []
 
 
 # ---- charts --------------------------------------------------------------------------------------
 def column(runs: list[History], name: str, label: str = "", factor: float = 1) -> list[Line]:
-    """Return the lines of a column of the intervals; of one run with a label."""
+    """Return the lines of a column of the intervals; the label is for a single run."""
     return [
         Line(label if len(runs) == 1 else run.short, run.steps, run.curves[name] * factor, color)
         for color, run in enumerate(runs)
@@ -155,85 +155,87 @@ def column(runs: list[History], name: str, label: str = "", factor: float = 1) -
     ]
 
 
-def results(runs: list[History], name: str, color: int = 0) -> list[Line]:
-    """Return the lines of a result of the evaluations, in the colors from this one on."""
+def results(runs: list[History], name: str, first_color: int = 0) -> list[Line]:
+    """Return the lines of a result of the evaluations, one for each run."""
     lines = []
-    for i, run in enumerate(runs, color):
-        known = [one for one in run.evaluations if name in one["results"]]
-        steps = np.array([one["step"] for one in known], float)
-        values = np.array([one["results"][name] for one in known])
-        lines.append(Line(name if len(runs) == 1 else run.short, steps, values, i))
+    for color, run in enumerate(runs, first_color):
+        known = [record for record in run.evaluations if name in record["results"]]
+        steps = np.array([record["step"] for record in known], float)
+        values = np.array([record["results"][name] for record in known])
+        lines.append(Line(name if len(runs) == 1 else run.short, steps, values, color))
     return lines
 
 
-def marks_of(runs: list[History], name: str) -> dict[str, list[float]]:
-    """Return the steps to mark in a chart of a column: skipped steps, spikes; of one run events."""
+def steps_to_mark(runs: list[History], name: str) -> dict[str, list[float]]:
+    """Return the steps to mark in the chart of a column: skipped and spikes; for one run events."""
     marks = {"skipped": [step for run in runs for step in run.skipped], "spike": []}
     for run in runs:
-        found = spikes(run.curves.get(name, np.zeros(0)).tolist())
-        marks["spike"] += [run.steps[index] for index, _ in found]
+        marked = spikes(run.curves.get(name, np.zeros(0)).tolist())
+        marks["spike"] += [run.steps[index] for index, _ in marked]
     if len(runs) == 1:
         marks["restart"] = [start["step"] for start in runs[0].starts[1:]]
-        marks["checkpoint"] = [save["step"] for save in runs[0].checkpoints]
-        marks["check"] = [found["step"] for found in runs[0].checks]
+        marks["checkpoint"] = [record["step"] for record in runs[0].checkpoints]
+        marks["check"] = [record["step"] for record in runs[0].checks]
     return marks
 
 
 def learning(runs: list[History], x: Axis, groups: int) -> str:
     """Return the charts of the loss, the results, the gradient norm and the learning rate."""
-    evaluations = [one for run in runs for one in run.evaluations]
-    names = list(dict.fromkeys(name for one in evaluations for name in one["results"]))
+    evaluations = [record for run in runs for record in run.evaluations]
+    names = list(dict.fromkeys(name for record in evaluations for name in record["results"]))
     losses = [name for name in names if name.endswith("/loss")][: 7 * (len(runs) == 1)]
     names = [name for name in names if name not in losses]
     loss = column(runs, "loss", "training")
     for color, name in enumerate(losses, 1):
         loss += results(runs, name, color)
-    lines = {"Loss": loss} | {name: results(runs, name) for name in names[:MOST_METRICS]}
+    lines = {"Loss": loss} | {name: results(runs, name) for name in names[:MAX_METRICS]}
     scalars = dict.fromkeys(name for run in runs for name in run.curves if "/" in name)
-    lines |= {name: column(runs, name) for name in [*scalars][:MOST_METRICS]}
+    lines |= {name: column(runs, name) for name in [*scalars][:MAX_METRICS]}
     lines["Gradient norm"] = column(runs, "gradient_norm", "before clipping")
-    marks = {"Loss": marks_of(runs, "loss"), "Gradient norm": marks_of(runs, "gradient_norm")}
+    columns = {"Loss": "loss", "Gradient norm": "gradient_norm"}
+    marks = {title: steps_to_mark(runs, name) for title, name in columns.items()}
     charts = [chart(name, line, x, groups, marks.get(name, {})) for name, line in lines.items()]
     charts.append(chart("Learning rate", column(runs, "learning_rate"), x, groups, from_zero=True))
     notes = [skipped(run) for run in runs]
     notes.append("Nothing is recorded yet." * (not any(charts)))
-    notes += [f"{name} is not drawn: too many metrics." for name in names[MOST_METRICS:]][:1]
+    if not_drawn := ", ".join(names[MAX_METRICS:]):
+        notes.append(f"Not drawn, since a page shows {MAX_METRICS} metrics: {not_drawn}.")
     return f'{paragraphs(*notes)}<div class="charts">{"".join(charts)}</div>'
 
 
 def skipped(run: History) -> str:
-    """Return how many steps were skipped, and where the first ones were, as a sentence."""
-    steps = [f"{step:,.0f}" for step in run.skipped[:MOST_EVENTS]]
+    """Return a sentence that says how many steps were skipped, and where the first ones were."""
+    steps = [f"{step:,.0f}" for step in run.skipped[:MAX_EVENTS]]
     count = np.nanmax(run.curves.get("skipped_steps", np.zeros(1)))
-    said = f"{run.short}: {count:,.0f} skipped steps (loss or gradient not finite, or no items)"
-    return f"{said}, in the records of step {', '.join(steps)}." if steps else ""
+    total = f"{run.short}: {count:,.0f} skipped steps (loss or gradient not finite, or no items)"
+    return f"{total}, in the records of steps {', '.join(steps)}." if steps else ""
 
 
 def speed(runs: list[History], x: Axis, groups: int) -> str:
-    """Return where the time went, and the charts of throughput, memory and ranks."""
+    """Return a table of where the time went, and the charts of throughput, memory and ranks."""
     charts = [
         chart(title, column(runs, name, "", factor), x, groups, from_zero=True)
         for title, name, factor in SPEED
     ]
-    top = by_run([run.short for run in runs], [goodput_of(run) | ranks_of(run) for run in runs])
+    top = by_run([run.short for run in runs], [goodput_rows(r) | phase_rows(r) for r in runs])
     return f'{top}<div class="charts">{"".join(charts)}</div>' if any(charts) else top
 
 
-def goodput_of(run: History) -> dict[str, str]:
-    """Return what the time since the first launch was spent on, by its name."""
+def goodput_rows(run: History) -> dict[str, str]:
+    """Return the shares of the time since the first launch, by title."""
     if not (shares := goodput(run.run.folder)):
         return {"Starts of unknown time": "all"}
     calendar, launcher, unknown = (shares[n] for n in ("calendar", "launcher", "unknown_starts"))
     rows = {"Time since the first launch": format_seconds(calendar["seconds"])}
     parts = {name: calendar[name] for name in (*PARTS, "down")}
-    rows |= {n: f"{share:.1%}" * (share >= 0.0005) for n, share in parts.items()}
+    rows |= {name: f"{share:.1%}" * (share >= 0.0005) for name, share in parts.items()}
     rows["Time with a launcher"] = format_seconds(launcher["seconds"])
-    rows["kept of it"] = f"{launcher['kept']:.1%}"
+    rows["kept of that time"] = f"{launcher['kept']:.1%}"
     return rows | {"Starts of unknown time": str(unknown or "")}
 
 
-def ranks_of(run: History) -> dict[str, str]:
-    """Return the share of each phase in the time of rank 0."""
+def phase_rows(run: History) -> dict[str, str]:
+    """Return the share of each phase in the time of rank 0, by title."""
     elapsed = run.curves.get("elapsed_seconds", np.zeros(len(run.steps)))
     seconds = np.nan_to_num(np.diff(elapsed, prepend=elapsed[:1])).clip(0) + 1e-9
     rows = {}
@@ -246,75 +248,80 @@ def ranks_of(run: History) -> dict[str, str]:
 
 
 # ---- events --------------------------------------------------------------------------------------
-def evaluations(run: History, most_bytes: int) -> str:
-    """Return a table of the newest evaluations and the best, and the newest samples."""
-    (_, best), shown = run.best, run.evaluations[: -MOST_EVENTS - 1 : -1]
-    names = list(dict.fromkeys(name for one in shown for name in one["results"]))[:MOST_EVENTS]
+def evaluations(run: History, max_bytes: int) -> str:
+    """Return a table of the newest evaluations, and the newest samples.
+
+    Args:
+        run: the run.
+        max_bytes: of all pictures together.
+    """
+    (_, best), newest = run.best, run.evaluations[: -MAX_EVENTS - 1 : -1]
+    names = list(dict.fromkeys(name for one in newest for name in one["results"]))[:MAX_EVENTS]
     rows = []
-    for one in shown:
-        results = one["results"]
+    for record in newest:
+        results = record["results"]
         values = [format_number(results[name]) if name in results else "" for name in names]
-        marks = " (best)" * (one is best) + " (beside training)" * ("is_followed" in one)
-        rows.append([f"{one['step']:,}{marks}", *values])
+        marks = " (best)" * (record is best) + " (beside training)" * ("is_followed" in record)
+        rows.append([f"{record['step']:,}{marks}", *values])
     parts = [table([f"Step (newest of {len(run.evaluations):,})", *names], rows)]
-    for newest in [one for one in shown if "is_followed" not in one][:1]:
-        sample = escape(text(newest.get("sample")), 4000)
+    for record in [record for record in newest if "is_followed" not in record][:1]:
+        sample = escape(text(record.get("sample")), 4000)
         samples = f"<pre>{sample}</pre>" * bool(sample)
-        names = words(newest.get("pictures"))[:MOST_EVENTS]
-        samples += pictures(run.run.folder, names, most_bytes)
-        parts.append(section(f"Samples of step {newest['step']:,}", samples, "h3"))
+        names = words(record.get("pictures"))[:MAX_EVENTS]
+        samples += pictures(run.run.folder, names, max_bytes)
+        parts.append(section(f"Samples of step {record['step']:,}", samples, "h3"))
     return "".join(parts)
 
 
-def pictures(folder: Path, names: list[str], most_bytes: int) -> str:
-    """Return pictures of a run folder."""
-    shown = []
+def pictures(folder: Path, names: list[str], max_bytes: int) -> str:
+    """Return pictures of a run folder, up to a number of bytes in all."""
+    parts = []
     for name in names:
-        data = read_picture(folder, name, min(most_bytes, PICTURE_BYTES))
-        most_bytes -= len(data)
+        data = read_picture(folder, name, min(max_bytes, PICTURE_BYTES))
+        max_bytes -= len(data)
         kind = "png" if data.startswith(b"\x89PNG") else "jpeg"
         source = f"data:image/{kind};base64,{b64encode(data).decode()}"
         image = f'<img src="{source}" alt="{escape(name)}">'
-        shown.append(image if data else paragraphs(f"{name} is not shown."))
-    return "".join(shown)
+        parts.append(image if data else paragraphs(f"{name} is not shown."))
+    return "".join(parts)
 
 
-def read_picture(folder: Path, name: str, most: int) -> bytes:
+def read_picture(folder: Path, name: str, max_bytes: int) -> bytes:
     """Return a PNG or JPEG file inside the run folder; b"" for another or a larger file."""
     with suppress(OSError, ValueError):  # ValueError: a zero byte in the name
         path = (folder / name).resolve()
         is_inside = path.is_relative_to(folder.resolve()) and path.is_file()
-        data = read_own(path, most=most) if is_inside else b""
+        data = read_own(path, most=max_bytes) if is_inside else b""
         return data if data.startswith((b"\x89PNG\r\n\x1a\n", b"\xff\xd8\xff")) else b""
     return b""
 
 
 def starts(run: History) -> str:
-    """Return a table of the starts of a run, the newest first, and changes of its numerics."""
+    """Return a table of the starts of a run, with changes of its numerics, the newest first."""
     rows = []
     for start in run.starts:
-        when = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(time_of(start)))
+        began = valid_time(start.get("time"))
+        when = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(began)) * bool(began)
         hosts = ", ".join(f"{host} x {count}" for host, count in start["hosts"].items())
         is_last = start is run.starts[-1]
         end = start["end"] or (run.run.state if is_last else "killed, failed or extended")
         steps = f"{start['step']:,} to {start['last']:,}"
-        rows.append(
-            [when * bool(time_of(start)), steps, start["world_size"], hosts, start["changed"], end]
-        )
+        rows.append([when, steps, start["world_size"], hosts, start["changed"], end])
     return table(["When", "Steps", "Processes", "Hosts", "Changed", "How it ended"], rows[::-1])
 
 
 # ---- settings and provenance ---------------------------------------------------------------------
 def as_typed(value: Any) -> str:
-    """Return a setting as one types it."""
+    """Return a setting as it is typed on a command line."""
     return value if isinstance(value, str) else json.dumps(value, default=str)
 
 
 def provenance(run: History) -> str:
-    """Return what run.json has: commit, packages, commands, hosts, environment."""
+    """Return a table of run.json: commit, packages, commands, hosts, environment."""
     rows = []
-    for group, value in asdict(run.run.info).items():
-        for name, one in value.items() if isinstance(value, dict) else [("", value)]:
-            shown = shlex.join(words(one)) if isinstance(one, (list, tuple)) else as_typed(one)
-            rows.append([f"{group} {name}", shown])
+    for group, content in asdict(run.run.info).items():
+        for name, value in content.items() if isinstance(content, dict) else [("", content)]:
+            is_list = isinstance(value, (list, tuple))
+            cell = shlex.join(words(value)) if is_list else as_typed(value)
+            rows.append([f"{group} {name}", cell])
     return table([], rows)
