@@ -16,7 +16,7 @@ from world import run_world
 from my_project import manifest as manifests
 from my_project.checkpoint import resuming
 from my_project.config import Config, ConfigError
-from my_project.failures import record_of
+from my_project.failures import exception_failure
 from my_project.files import read_yaml
 from my_project.run_files import read_errors
 from my_project.run_folder import Run
@@ -105,7 +105,7 @@ def test_damaged_lines_cost_no_other_record(copied):
 def test_damaged_error_files_name_no_rank(copied):
     now = Run(copied, rank=1)
     now.token = "abc"
-    now.record_error(record_of(RuntimeError("it failed")))
+    now.record_error(exception_failure(RuntimeError("it failed")))
     for kind in ("empty", "zeros", "not UTF-8"):
         name = f"20200101T000000_rank_00003_step_{len(kind):08d}.json"
         (copied.folder / "errors" / name).write_bytes(KINDS[kind])

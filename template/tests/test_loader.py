@@ -13,7 +13,7 @@ from torch.utils.data import default_collate
 from my_project.config import ConfigError
 from my_project.loading.layout import batch_layout
 from my_project.loading.loader import Fetch, IndexedBatches, cpus_per_process, make_loader
-from my_project.loading.seeding import derive_seed, keys_of
+from my_project.loading.seeding import derive_seed, sample_keys
 
 
 class Drawing(torch.utils.data.Dataset):
@@ -145,7 +145,7 @@ def test_random_draws_in_collate_are_the_same_for_any_split():
 
 def test_the_seed_changes_order_and_draws():
     layout = batch_layout(make_config(None).batches, 1)  # type: ignore[arg-type]
-    one, two = (list(keys_of(70, layout, 0, seed, range(4))) for seed in (0, 1))
+    one, two = (list(sample_keys(70, layout, 0, seed, range(4))) for seed in (0, 1))
     assert one != two
     assert len(one) == 16
 

@@ -35,7 +35,7 @@ from my_project.files import TransientError
 from my_project.manifest import find_damage
 from my_project.mirror import download, store, upload
 from my_project.process import PREEMPTED
-from my_project.run_files import checkpoints, local_folder, step_of
+from my_project.run_files import checkpoint_step, checkpoints, local_folder
 
 STEPS = 10
 
@@ -175,7 +175,7 @@ def test_a_lost_disk_costs_no_step_that_was_uploaded(tmp_path, uninterrupted):
     assert_same_run(config, uninterrupted)
     assert {path.name for path in (config.folder / "export").iterdir()} > EXPORTED
     assert tree_of(config.folder / "starts") == codes
-    steps = [step_of(path) for path in checkpoints(at_mirror(config))]
+    steps = [checkpoint_step(path) for path in checkpoints(at_mirror(config))]
     assert steps[-1] == STEPS
     assert len(steps) <= 3  # with that of the best evaluation
 
@@ -257,7 +257,7 @@ def test_a_run_whose_end_never_arrived_fails_and_the_next_start_sends_it(tmp_pat
 def test_a_stop_ends_in_time_without_its_upload(tmp_path, uninterrupted):
     config = mirrored(tmp_path, checkpoints__mirror_seconds=0.5)
     assert stopped_at(6, config, "wait 8 100000", RELEASED=str(tmp_path / "never")) == [PREEMPTED]
-    assert step_of(checkpoints(config.folder)[-1]) > 6
+    assert checkpoint_step(checkpoints(config.folder)[-1]) > 6
     assert run_world(1, train_with, "none 0 0", config) == [0]
     assert_same_run(config, uninterrupted)
 
@@ -281,7 +281,7 @@ def held_up(config, released: str) -> int:
         path = config.folder / "metrics.jsonl"
         while not (path.exists() and f'"step": {STEPS}' in path.read_text()):
             time.sleep(0.01)
-        kept.extend(map(step_of, checkpoints(config.folder)))
+        kept.extend(map(checkpoint_step, checkpoints(config.folder)))
         Path(released).touch()
 
     kept: list[int] = []
@@ -329,7 +329,7 @@ def test_what_a_store_lies_about_is_passed_over(tmp_path, uninterrupted):
     config = mirrored(tmp_path)
     about = "step_00000008/model.safetensors.partial"
     assert stopped_at(7, config, "lie 1 100000", ABOUT=about) == [PREEMPTED]
-    before = [step_of(path) for path in checkpoints(at_mirror(config))]
+    before = [checkpoint_step(path) for path in checkpoints(at_mirror(config))]
     lose_disk(config)
     assert run_world(1, train_with, "none 0 0", config) == [0]
     assert before.pop() == 8
@@ -344,7 +344,7 @@ def test_a_damaged_local_checkpoint_is_replaced_from_the_mirror(tmp_path, uninte
     newest = checkpoints(config.folder)[-1]
     (newest / "model.safetensors").write_bytes(b"damaged")
     assert run_world(1, train_with, "none 0 0", config) == [0]
-    assert status(config)["from_step"] == step_of(newest) == 8
+    assert status(config)["from_step"] == checkpoint_step(newest) == 8
     assert_same_run(config, uninterrupted)
 
 

@@ -8,7 +8,7 @@ from world import run_world
 from my_project import contract
 from my_project.config import Config, ConfigError
 from my_project.loading.layout import batch_layout
-from my_project.loading.seeding import keys_of
+from my_project.loading.seeding import sample_keys
 
 
 def overfitting(folder, batches: int = 1, **settings) -> Config:
@@ -36,7 +36,7 @@ def test_the_batches_are_those_of_the_first_steps(tmp_path):
     recipe = Ragged()
     everything, _ = contract.build_datasets(recipe, {"features": 6})
     layout = batch_layout(config.batches, 1)
-    micro_batches = keys_of(len(everything), layout, 0, config.seed, range(2))
+    micro_batches = sample_keys(len(everything), layout, 0, config.seed, range(2))
     wanted = [index for keys in micro_batches for _, index in keys]
     data, sets = contract.build_datasets(recipe, {"features": 6}, config)
     assert [int(data[i]["index"]) for i in range(len(data))] == wanted

@@ -17,7 +17,7 @@ from torch.utils.data._utils import signal_handling
 from world import TESTS, World, run_world
 
 from my_project import stopping
-from my_project.config import Config, ConfigError, seconds_of
+from my_project.config import Config, ConfigError, parse_duration
 from my_project.failures import Failure, first_failure
 from my_project.files import wait_until
 from my_project.run_files import read_errors, read_info, read_status
@@ -123,7 +123,7 @@ def test_an_exception_in_a_loader_worker_ends_the_run_and_is_named(tmp_path):
 
 
 def train_with_a_late_signal(config: Config) -> int:
-    record_of = stopping.failures.record_of
+    exception_failure = stopping.failures.exception_failure
 
     def raise_as_torch_does() -> None:
         raise RuntimeError("DataLoader worker (pid 7) is killed by signal: Killed.")
@@ -131,9 +131,9 @@ def train_with_a_late_signal(config: Config) -> int:
     def interrupted(*arguments, **options):
         signal_handling._error_if_any_worker_fails = raise_as_torch_does
         os.kill(os.getpid(), signal.SIGCHLD)
-        return record_of(*arguments, **options)
+        return exception_failure(*arguments, **options)
 
-    stopping.failures.record_of = interrupted
+    stopping.failures.exception_failure = interrupted
     return train(config)
 
 
@@ -234,12 +234,12 @@ def test_stop_after_counts_from_the_process_start_by_a_monotonic_clock(monkeypat
 
 
 def test_durations():
-    assert seconds_of("3h55m") == 14100
-    assert seconds_of("1d") == 86400
-    assert seconds_of("90s") == 90
+    assert parse_duration("3h55m") == 14100
+    assert parse_duration("1d") == 86400
+    assert parse_duration("90s") == 90
     for wrong in ("", "90", "3.5h", "5m3h", "-3h"):
         with pytest.raises(ConfigError, match="such as 3h55m"):
-            seconds_of(wrong)
+            parse_duration(wrong)
 
 
 def test_after_the_loop_a_launcher_that_is_gone_ends_the_process_again(tmp_path):

@@ -23,7 +23,7 @@ from typing import Any
 
 import pytest
 from my_project.manifest import find_damage
-from my_project.run_files import checkpoints, step_of
+from my_project.run_files import checkpoint_step, checkpoints
 
 SOURCE = r"""
 #define _GNU_SOURCE
@@ -331,7 +331,7 @@ def prepare(runs: Runs) -> str:
     assert runs.run("reference")[0] == 0
     kill = ("--recipe.fault", "leave", "--recipe.fault_at", "5", "--checkpoints.background=false")
     assert runs.run("half", *kill)[0] == 1
-    assert [step_of(path) for path in checkpoints(runs.path("half"))] == [2, 4]
+    assert [checkpoint_step(path) for path in checkpoints(runs.path("half"))] == [2, 4]
     return runs.digest("reference")
 
 
@@ -346,7 +346,7 @@ def what_is_wrong(runs: Runs, name: str, digest: str) -> str:
     digest_then = runs.digest(name) if code == 0 else ""
     left = [*runs.path(name).parent.glob("tiny*")]
     intact = [p for folder in left for p in checkpoints(folder) if not find_damage(p)]
-    is_lost = start != "new" and max(map(step_of, intact), default=0) < 4
+    is_lost = start != "new" and max(map(checkpoint_step, intact), default=0) < 4
     is_told = not code or re.search("^(error: |--- failed)", shown, re.MULTILINE)
     after = "" if code not in codes else runs.run(name, *words)
     problems = {

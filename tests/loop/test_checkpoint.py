@@ -313,13 +313,13 @@ def test_rotation_keeps_the_newest_the_best_and_every_nth(tmp_path):
     values = {r["step"]: r["validation/accuracy"] for r in records(config, "validation/accuracy")}
     best = max(values, key=lambda step: (values[step], -step))
     wanted = {best, 4, 8, 11, 12}
-    assert {run_files.step_of(f) for f in checkpoints(config.folder)} == wanted
+    assert {run_files.checkpoint_step(f) for f in checkpoints(config.folder)} == wanted
     assert best not in {4, 8, 11, 12}, "else the best one's staying shows nothing"
     assert (foreign.with_name("step_00000003.old-1") / "mine.txt").exists()
 
 
 def kept_steps(config: Config) -> list[int]:
-    return [run_files.step_of(folder) for folder in checkpoints(config.folder)]
+    return [run_files.checkpoint_step(folder) for folder in checkpoints(config.folder)]
 
 
 def test_nothing_is_rotated_away_while_steps_are_skipped(tmp_path):
@@ -612,14 +612,14 @@ def test_a_full_disk_does_not_end_the_run_and_loses_nothing(tmp_path, tmp_path_f
         assert kept
         assert [manifests.find_damage(folder) for folder in kept] == [""] * len(kept)
         (tmp_path / "filler").unlink()
-        newest = run_files.step_of(kept[-1])
+        newest = run_files.checkpoint_step(kept[-1])
         assert wait_until(lambda: kept_steps(config)[-1] > newest + 5, 600)
         os.kill(world.workers[1].pid, signal.SIGTERM)
         assert world.results(30) == [75, 75]
         left = status(config)
         assert left["outcome"] == "preempted"
         assert [r["step"] for r in records(config)] == list(range(1, left["step"] + 1))
-        assert run_files.step_of(checkpoints(config.folder)[-1]) == left["step"]
+        assert run_files.checkpoint_step(checkpoints(config.folder)[-1]) == left["step"]
         assert weights(config.folder / "best"), "the best weights are whole too"
 
 

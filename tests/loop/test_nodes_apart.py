@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from my_project.run_files import checkpoints, step_of
+from my_project.run_files import checkpoint_step, checkpoints
 from ragged import Deep
 from runs import assert_same_weights, change, make_config, quick, records, status, train
 from test_fsdp_on_cpu import train_sharded
@@ -77,8 +77,8 @@ def test_nodes_with_other_checkpoints_go_on_from_the_newest_that_all_have(tmp_pa
     shutil.rmtree(mirrored / "checkpoints" / newest.name)
     assert run_world(2, on_own_disk, tmp_path, train, config) == [0, 0]
     at = change(config, runs_folder=str(here.parent))
-    assert status(at)["from_step"] == step_of(checkpoints(mirrored)[0]) or (
-        status(at)["from_step"] < step_of(newest)
+    assert status(at)["from_step"] == checkpoint_step(checkpoints(mirrored)[0]) or (
+        status(at)["from_step"] < checkpoint_step(newest)
     )
     assert (newest.parent / f"{newest.name}.old-1").is_dir()
     assert "is skipped" not in capfd.readouterr().err, "it is not damaged"

@@ -6,7 +6,7 @@ from itertools import permutations
 
 import numpy as np
 import pytest
-from my_project.loading.seeding import Permutation, keys_of, permutation
+from my_project.loading.seeding import Permutation, permutation, sample_keys
 
 
 def order_of(size: int, seed: int) -> list[int]:
@@ -51,6 +51,6 @@ def test_the_first_step_of_a_huge_dataset_is_found_at_once():
 
     layout = BatchLayout(global_batch_size=8, micro_batches=2, world_size=2)
     samples, step = 10**15, 10**14
-    (keys,) = keys_of(samples, layout, 1, 0, range(step, step + 1))
+    (keys,) = sample_keys(samples, layout, 1, 0, range(step, step + 1))
     wanted = permutation(samples, 0, 0)(np.arange(step * 8 + 4, step * 8 + 8)).tolist()
     assert keys == [(0, index) for index in wanted]

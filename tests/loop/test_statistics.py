@@ -12,7 +12,7 @@ from my_project import accelerator as accelerators
 from my_project import contract, statistics
 from my_project.config import Config
 from my_project.loading.layout import batch_layout
-from my_project.loading.seeding import keys_of
+from my_project.loading.seeding import sample_keys
 from ragged import Ragged
 from runs import assert_same_weights, change, make_config, records, train, weights
 from test_fsdp_on_cpu import train_sharded
@@ -118,7 +118,7 @@ def by_hand(config: Config) -> dict[str, Tensor]:
     model = contract.build_model(change(config, recipe=recipe), info).train()
     data, _ = recipe.build_datasets(info)
     optimizer = torch.optim.SGD((p for p in model.parameters() if p.requires_grad), config.optim.lr)
-    batches = keys_of(len(data), layout, 0, config.seed, range(config.steps or 0))
+    batches = sample_keys(len(data), layout, 0, config.seed, range(config.steps or 0))
     for step in range(config.steps or 0):
         before = {name: value.clone() for name, value in model.state_dict().items()}
         items = 0.0

@@ -135,11 +135,11 @@ HAS_NAMESPACES = not subprocess.run(
 ).returncode
 FULL = """
 import multiprocessing
-from my_project.failures import cause_of
+from my_project.failures import exception_cause
 try:
     [multiprocessing.Queue() for _ in range(9)]
 except OSError as error:
-    print(cause_of(error))
+    print(exception_cause(error))
 """
 
 

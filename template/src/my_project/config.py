@@ -325,7 +325,7 @@ class Config:
                 " evaluation.every_steps."
             )
         if self.stop_after is not None:
-            seconds_of(self.stop_after)
+            parse_duration(self.stop_after)
         if evaluation.patience and not evaluation.best_metric:
             raise ConfigError(
                 f"evaluation.patience is {evaluation.patience}, but needs evaluation.best_metric."
@@ -424,7 +424,7 @@ def wrong_value(name: str, value: Any, kind: Any, metadata: Any = None) -> Confi
     return ConfigError(f"{name} is {shown}, but must be {wanted}.")
 
 
-def seconds_of(duration: str) -> int:
+def parse_duration(duration: str) -> int:
     """Convert a duration such as 3h55m or 90s to seconds."""
     parts = re.fullmatch(r"(?:(\d+)d)?(?:(\d+)h)?(?:(\d+)m)?(?:(\d+)s)?", duration)
     if not parts or not duration:

@@ -161,7 +161,7 @@ def library_of(file: str) -> str | None:
     return "python" if file.startswith(PYTHON) else None
 
 
-def frames_of(error: BaseException) -> list[Frame]:
+def exception_frames(error: BaseException) -> list[Frame]:
     """Return the frames of an exception; if it comes from a loader worker, the worker's frames."""
     message = str(error)
     if frames := FRAME.findall(message.partition(WORKER_TRACEBACK)[2]):
@@ -197,7 +197,7 @@ def exception_reason(error: BaseException) -> str:
     return text
 
 
-def cause_of(error: BaseException) -> str:
+def exception_cause(error: BaseException) -> str:
     """Return the cause of an exception, as error files name it."""
     if isinstance(error, ConfigError):
         return "setting"
@@ -251,9 +251,9 @@ def _is_semaphore_error(error: BaseException) -> bool:
 
 
 # ---- error files ---------------------------------------------------------------------------------
-def record_of(error: BaseException) -> Failure:
+def exception_failure(error: BaseException) -> Failure:
     """Return the failure that an exception is; the run adds what it knows (step, launch)."""
-    cause, reason = cause_of(error), exception_reason(error)
+    cause, reason = exception_cause(error), exception_reason(error)
     if cause in ("setting", "not finite"):
         reason = str(error)
     elif cause == "lost contact":
@@ -266,7 +266,7 @@ def record_of(error: BaseException) -> Failure:
     failure = record(
         reason=reason,
         cause=cause,
-        frames=frames_of(error) if cause not in ("setting", "not finite") else [],
+        frames=exception_frames(error) if cause not in ("setting", "not finite") else [],
         details="".join(traceback.format_exception(error)),
         exit_code=error.exit_code if isinstance(error, ConfigError) else 1 + would_repeat,
     )
@@ -336,7 +336,7 @@ def report_once(error: BaseException) -> Failure:
     """Report an exception, unless the run, which knows more, has done so; return its failure."""
     failure: Failure | None = getattr(error, "failure", None)
     if failure is None:
-        failure = record_of(error)
+        failure = exception_failure(error)
         report(failure)
     return failure
 

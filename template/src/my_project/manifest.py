@@ -22,7 +22,7 @@ from .files import (
     write_atomically,
     writing,
 )
-from .run_files import step_of
+from .run_files import checkpoint_step
 
 FORMAT = 1  # of a checkpoint
 HASHING_THREADS = 4
@@ -74,7 +74,7 @@ def read_manifest(folder: Path) -> Manifest:
     is_valid &= isinstance(content["state"], dict) and content["state"].get("step") == step
     if not (is_valid and isinstance(content["resumed_from"], str | None)):
         raise ValueError("manifest.json is damaged")
-    if step_of(folder) not in (-1, step):
+    if checkpoint_step(folder) not in (-1, step):
         raise ValueError(f"its manifest.json has step {step}")
     return content
 

@@ -18,7 +18,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from .checkpoint.saving import Checkpoints
 from .evaluate import evaluate
-from .failures import WORKER_TRACEBACK, cause_of, write_to_logs
+from .failures import WORKER_TRACEBACK, exception_cause, write_to_logs
 from .loading import layout as layouts
 from .loading.layout import BatchLayout
 from .run_files import newest_checkpoint
@@ -52,7 +52,7 @@ def memory_explained(
     try:
         yield
     except Exception as error:
-        kind = cause_of(error)
+        kind = exception_cause(error)
         is_of_host = is_on_cpu and WORKER_TRACEBACK not in str(error)
         is_full = kind == "out of memory" or (kind == "out of host memory" and is_of_host)
         if is_full and (newest_checkpoint(run.folder) or 0) <= first_step:
@@ -71,7 +71,7 @@ def _explain(error: Exception, run: Run, smaller: Smaller) -> None:
     error.add_note(smaller.advice)
     facts = asdict(smaller)
     del facts["advice"]
-    setattr(error, "facts", facts)  # noqa: B010 - see failures.record_of
+    setattr(error, "facts", facts)  # noqa: B010 - see failures.exception_failure
 
 
 def smaller_micro_batch(run: Run, layout: BatchLayout, model: nn.Module, train_set: Any) -> Smaller:

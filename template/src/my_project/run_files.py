@@ -152,7 +152,7 @@ def read_failures(paths: Iterable[Path]) -> list[Failure]:
     return [failure for path in paths if (failure := read_failure(path))]
 
 
-def lock_of(folder: Path) -> Path:
+def lock_path(folder: Path) -> Path:
     """Return the file that a launch locks, in the run folder: that may have several paths."""
     return folder / ".lock"
 
@@ -232,7 +232,7 @@ def kind_of(record: dict[str, Any]) -> str:
     return str(record.get("kind"))
 
 
-def step_of(folder: Path) -> int:
+def checkpoint_step(folder: Path) -> int:
     """Return the step in a checkpoint's name; -1 for another name."""
     match = re.fullmatch(r"step_(\d{8,})", folder.name)
     return int(match[1]) if match else -1
@@ -241,7 +241,7 @@ def step_of(folder: Path) -> int:
 def checkpoints(run_folder: Path) -> list[Path]:
     """Return the complete checkpoints of a run, oldest first, including damaged ones."""
     folders = [p.parent for p in run_folder.glob("checkpoints/step_*/manifest.json")]
-    return sorted((p for p in folders if step_of(p) >= 0), key=step_of)
+    return sorted((p for p in folders if checkpoint_step(p) >= 0), key=checkpoint_step)
 
 
 def read_errors(folder: Path, launch: str) -> list[Failure]:
@@ -260,7 +260,7 @@ def is_locked(folder: Path) -> bool | None:
         return None
     flock = struct.pack("hhqqi0q", fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
     try:
-        with open_own(lock_of(folder)) as file:
+        with open_own(lock_path(folder)) as file:
             answer = struct.unpack("hhqqi0q", fcntl.fcntl(file, fcntl.F_GETLK, flock))
             return answer[0] != fcntl.F_UNLCK
     except FileNotFoundError:
@@ -271,7 +271,7 @@ def is_locked(folder: Path) -> bool | None:
 
 def newest_checkpoint(folder: Path) -> int | None:
     """Return the step of the newest complete checkpoint."""
-    return next(map(step_of, checkpoints(folder)[-1:]), None)
+    return next(map(checkpoint_step, checkpoints(folder)[-1:]), None)
 
 
 def lines(folder: Path) -> list[dict[str, Any]]:

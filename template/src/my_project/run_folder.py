@@ -251,7 +251,7 @@ class Run:
     def _lock(self) -> IO[bytes]:
         """Lock the folder for this launch; the lock is released when the process ends."""
         self.folder.mkdir(parents=True, exist_ok=True)
-        path = run_files.lock_of(self.folder)
+        path = run_files.lock_path(self.folder)
         lock = files.open_own(path, "ab+")
         try:
             fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -282,7 +282,7 @@ class Run:
             TransientError: it has; the folder that is there now may be another launch's.
         """
         try:
-            path = run_files.lock_of(self.folder)
+            path = run_files.lock_path(self.folder)
             is_ours = not self.lock or os.path.samefile(path, self.lock.fileno())
         except OSError:
             is_ours = False
@@ -393,12 +393,12 @@ def failures_recorded(run: Run) -> Iterator[None]:
         yield
     except BaseException as error:
         ignore_ended_workers()
-        if failures.cause_of(error) == "out of memory" and not hasattr(error, "facts"):
+        if failures.exception_cause(error) == "out of memory" and not hasattr(error, "facts"):
             error.add_note(
                 "Lower batches.micro_batch_size: accumulation rises to match, so the curve is the"
                 " same."
             )
-        failure = failures.record_of(error)
+        failure = failures.exception_failure(error)
         if run.step and failure.cause == "exception":
             # what worked for some steps, even in an earlier start, may work again
             failure = replace(failure, exit_code=1)

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from .config import Config, ConfigError, each_setting, fits, fixed_settings, wrong_value
-from .failures import exit_with_error, frames_of, own_frame
+from .failures import exception_frames, exit_with_error, own_frame
 from .files import read_yaml
 from .process import LAUNCHER, never_fail_to_print
 from .recipe import problems
@@ -200,7 +200,7 @@ def _config(
         raise
     except Exception as error:  # also from the import of the recipe's module
         message = shortened(" ".join(str(error).split()), 1000)  # it may quote a whole file
-        frame = own_frame(frames_of(error))
+        frame = own_frame(exception_frames(error))
         if frame and frame.file != __file__:
             place = f"{short_path(frame.file)}, line {frame.line}"
             message = f"{type(error).__name__}: {message} ({place})"

@@ -10,7 +10,7 @@ from typing import Any
 import psutil
 
 from . import failures
-from .config import Config, seconds_of
+from .config import Config, parse_duration
 from .process import LAUNCHER, STOP_SIGNALS
 
 SECOND_SIGNAL_AFTER_SECONDS = 5.0
@@ -33,7 +33,9 @@ class StopRequest:
             # stop_after counts from the start of the launcher, over restarts; without a launcher
             # from that of the process, before its imports
             began = float(os.environ.get("LAUNCH_TIME") or psutil.Process().create_time())
-            self._stop_at = time.monotonic() + began + seconds_of(config.stop_after) - time.time()
+            self._stop_at = (
+                time.monotonic() + began + parse_duration(config.stop_after) - time.time()
+            )
         self._handlers: dict[int, Any] = {}  # by signal
 
     @property

@@ -14,11 +14,11 @@ from . import contract
 from .checkpoint.shards import TensorReader, model_tensors
 from .config import Config, ConfigError
 from .ema import load_ema
-from .failures import frames_of, own_frame
+from .failures import exception_frames, own_frame
 from .files import read_json, read_own, temporary_folder
 from .manifest import read_manifest
 from .recipe import optional
-from .run_files import checkpoints, step_of
+from .run_files import checkpoint_step, checkpoints
 from .safety.search_path import run_folder
 from .safety.trust import read_config
 
@@ -31,7 +31,7 @@ def errors_as_sentences() -> Iterator[None]:
     except ConfigError:
         raise
     except (OSError, ValueError, TypeError, LookupError, AttributeError) as error:
-        frames = frames_of(error)
+        frames = exception_frames(error)
         frame = own_frame(frames) or frames[-1]
         raise ConfigError(f"{error} ({frame.file}, line {frame.line})") from error
 
@@ -90,7 +90,7 @@ def load_model(folder: Path, config: Config, data_info: dict[str, Any]) -> nn.Mo
 def trained_steps(folder: Path) -> int:
     """Return for how many steps an export or a checkpoint was trained; 0 if it does not say."""
     step = read_json(folder / "step.json", follow=True).get("step")
-    return max(0, step if isinstance(step, int) else step_of(folder))
+    return max(0, step if isinstance(step, int) else checkpoint_step(folder))
 
 
 def load_weights(folder: Path, model: nn.Module) -> None:

@@ -19,7 +19,7 @@ from ..files import discard, unused_name
 from ..manifest import find_damage, read_manifest
 from ..mirror.download import in_every_folder
 from ..ranks import gather_on_main, on_main_then_broadcast
-from ..run_files import step_of
+from ..run_files import checkpoint_step
 from ..run_folder import Run
 
 logger = logging.getLogger(__name__)
@@ -62,7 +62,7 @@ def _candidates(run: Run) -> list[Path]:
     """Return the checkpoints to try, in this order. Called by rank 0."""
     clean_up(run.folder)
     folders = (run.folder / "checkpoints").glob("step_*")
-    own = sorted((p for p in folders if step_of(p) >= 0), key=step_of, reverse=True)
+    own = sorted((p for p in folders if checkpoint_step(p) >= 0), key=checkpoint_step, reverse=True)
     given = run.config.resume
     if given in ("auto", "never"):
         return own
@@ -116,7 +116,7 @@ def clean_up(run_folder: Path) -> None:
 def move_newer_aside(run: Run, step: int) -> None:
     """Move aside newer checkpoints, which are damaged or from another branch of the run."""
     for folder in (run.folder / "checkpoints").glob("step_*"):
-        if step_of(folder) > step:
+        if checkpoint_step(folder) > step:
             aside = unused_name(folder)
             folder.rename(aside)
             logger.warning(

@@ -36,11 +36,11 @@ from .. import files, run_files
 from .. import manifest as manifests
 from ..config import ConfigError
 from ..ema import EMA
-from ..failures import CONSEQUENCES, cause_of
+from ..failures import CONSEQUENCES, exception_cause
 from ..files import TransientError, discard, flush_to_disk, write_atomically
 from ..manifest import Manifest, read_manifest
 from ..optim import has_two_views
-from ..run_files import step_of
+from ..run_files import checkpoint_step
 from ..run_folder import Run
 from ..state import EVALUATION, TrainState
 from .resuming import kept_steps, move_newer_aside, remove
@@ -111,7 +111,7 @@ class Checkpoints:
         if error is None:
             self.wait()
         elif self._thread:
-            if cause_of(error) in CONSEQUENCES:
+            if exception_cause(error) in CONSEQUENCES:
                 self._has_lost_contact.set()
             is_second_signal = not isinstance(error, Exception)
             self._thread.join(60 if is_second_signal else self.config.distributed.timeout_seconds)
@@ -491,9 +491,9 @@ class Checkpoints:
         if state["consecutive_skipped_steps"]:
             return
         saved = run_files.checkpoints(self.run.folder)
-        kept = kept_steps(map(step_of, saved), self.config.checkpoints, state)
+        kept = kept_steps(map(checkpoint_step, saved), self.config.checkpoints, state)
         if self.mirror:
             kept |= self.mirror.needed
         for folder in saved:
-            if step_of(folder) not in kept:
+            if checkpoint_step(folder) not in kept:
                 remove(folder)

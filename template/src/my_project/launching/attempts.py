@@ -29,7 +29,7 @@ from ..run_files import (
     is_locked,
     last_record,
     lines,
-    lock_of,
+    lock_path,
     newest_checkpoint,
     read_errors,
     read_info,
@@ -235,7 +235,7 @@ def status_locked(folder: Path) -> Iterator[None]:
     Raises:
         BlockingIOError: another launch holds the lock.
     """
-    with open_own(lock_of(folder), "ab") as file:
+    with open_own(lock_path(folder), "ab") as file:
         try:
             fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:

@@ -12,7 +12,7 @@ from ..failures import CONSEQUENCES, Failure, first_failure
 from ..files import read_yaml
 from ..manifest import read_manifest
 from ..process import PREEMPTED
-from ..run_files import Status, checkpoints, step_of
+from ..run_files import Status, checkpoint_step, checkpoints
 from ..words import (
     PACKAGE,
     command_line,
@@ -114,7 +114,7 @@ class Ending:
 
     def _next(self, subject: str) -> list[str]:
         """Return the lines that say from which step the same command continues the run."""
-        newest = [step_of(path) for path in checkpoints(self.folder)[-1:]]
+        newest = [checkpoint_step(path) for path in checkpoints(self.folder)[-1:]]
         effect = f"continues from step {newest[0]}" if newest else "starts again from step 0"
         line = f"{subject} {effect}"
         return [f"{line}:", f"  {self.command}"] if self.command else [line]

@@ -25,7 +25,7 @@ from ..config import BatchesConfig, Config, ConfigError
 from ..process import PR_SET_PDEATHSIG, prctl
 from ..recipe import optional
 from .layout import BatchLayout
-from .seeding import SampleSeeds, SeedSamples, derive_seed, keys_of, seed_rng
+from .seeding import SampleSeeds, SeedSamples, derive_seed, sample_keys, seed_rng
 
 
 class IndexedBatches:
@@ -49,7 +49,7 @@ class IndexedBatches:
             accelerator: gives this process's rank and device.
         """
         rank, device = accelerator.process_index, accelerator.device
-        keys = keys_of(len(data), layout, rank, config.seed, steps)
+        keys = sample_keys(len(data), layout, rank, config.seed, steps)
         collate = optional(config.recipe, "collate")
         fetch = Fetch(data, collate, config.seed, config.batches.seed_samples)
         loader = make_loader(config.batches, fetch, device, batch_sampler=keys)

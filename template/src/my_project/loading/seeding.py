@@ -91,7 +91,7 @@ def permutation(samples: int, seed: int, epoch: int) -> Permutation:
     return Permutation(samples, seed, "order", epoch)
 
 
-def keys_of(
+def sample_keys(
     samples: int, layout: BatchLayout, rank: int, seed: int, steps: range
 ) -> Iterator[list[tuple[int, int]]]:
     """Yield the samples of a rank in these steps as (epoch, index), a list per micro-batch.

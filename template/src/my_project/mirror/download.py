@@ -26,7 +26,7 @@ from ..files import (
 from ..loading.prepare import first_alone, until_all_are_done
 from ..manifest import find_damage, put_in_place
 from ..ranks import gather_on_main, on_main_then_broadcast
-from ..run_files import checkpoints, read_info, step_of
+from ..run_files import checkpoint_step, checkpoints, read_info
 from ..run_folder import Run
 from .store import (
     FOLDERS,
@@ -112,8 +112,8 @@ def fetch_run(
             f"{store.url} holds another run ({remote}) than {folder} ({local.run}): choose another"
             " --run_name, or --resume never, which moves both aside."
         )
-    own = (path for path in reversed(checkpoints(folder)) if only in (None, step_of(path)))
-    newest = next((step_of(path) for path in own if not find_damage(path)), -1)
+    own = (path for path in reversed(checkpoints(folder)) if only in (None, checkpoint_step(path)))
+    newest = next((checkpoint_step(path) for path in own if not find_damage(path)), -1)
     wanted = (step for step in reversed(complete_steps(names)) if only in (None, step))
     newer = [step for step in wanted if step > newest]
     if local.run and not newer and not (is_copy and _has_ended_since(store, folder)):

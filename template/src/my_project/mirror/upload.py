@@ -24,7 +24,7 @@ from ..checkpoint.saving import Checkpoints
 from ..config import ConfigError
 from ..files import TransientError, open_own
 from ..ranks import on_main_then_broadcast
-from ..run_files import checkpoints, step_of, write_status
+from ..run_files import checkpoint_step, checkpoints, write_status
 from .store import (
     FOLDERS,
     IN_CHECKPOINT,
@@ -265,14 +265,14 @@ class Mirror:
         if manifests:
             newest, text = manifests[-1]
             state = json.loads(text)["manifest"]["state"]
-            steps = {step_of(folder) for folder, _ in manifests}
+            steps = {checkpoint_step(folder) for folder, _ in manifests}
             # one that the next save removes is not uploaded
             wanted = kept_steps(steps, self.run.config.checkpoints, state, keep=1)
             for folder, text in reversed(manifests):
-                if step_of(folder) in wanted:
+                if checkpoint_step(folder) in wanted:
                     self._put_checkpoint(folder, text)
             if not state["consecutive_skipped_steps"]:
-                self._rotate(names, state, step_of(newest))
+                self._rotate(names, state, checkpoint_step(newest))
         codes = (path for path in self.run.folder.glob("starts/*/*") if path.is_file())
         for name in (*(str(path.relative_to(self.run.folder)) for path in codes), *FILES):
             self._put_file(name)
@@ -341,7 +341,7 @@ class Mirror:
             # an evaluation changes the manifest alone
             if remote.get("manifest", {}).get("files") != files:
                 self.store.remove(manifest)
-                self.needed = {step_of(folder)}
+                self.needed = {checkpoint_step(folder)}
                 names = [f"{name}/{file}" for file in files]
                 try:
                     transfer(self.store.write, names, map(folder.joinpath, files))

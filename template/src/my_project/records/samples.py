@@ -21,7 +21,7 @@ from torch.utils.data import Subset
 
 from ..config import Config
 from ..evaluate import evaluation_mode
-from ..failures import frames_of, own_frame
+from ..failures import exception_frames, own_frame
 from ..files import discard
 from ..loading.layout import evenly_spaced
 from ..loading.loader import Fetch, identity, make_loader
@@ -98,7 +98,7 @@ def reported() -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        frame = own_frame(frames_of(error))
+        frame = own_frame(exception_frames(error))
         place = f" ({short_path(frame.file)}, line {frame.line})" if frame else ""
         reason = " ".join(f"{type(error).__name__}: {error}".split())
         logger.warning("the samples of this evaluation are left out: %s%s", reason, place)
