@@ -17,17 +17,17 @@ REPOSITORY = Path(__file__).resolve().parents[1]
 TEMPLATE = REPOSITORY / "template"
 PACKAGE = TEMPLATE / "src/my_project"
 CEILINGS = {
-    "lines of train.py and all that it imports": 8_465,
+    "lines of train.py and all that it imports": 8_464,
     "files of train.py and all that it imports": 55,
-    "lines of the package without tools/": 11_140,
+    "lines of the package without tools/": 11_137,
     "lines of tools/": 2_510,
     "lines of template/tests": 4_265,
     "lines of template/tests and tests": 21_523,
     "settings": 60,
     "methods of a recipe": 14,
     "lines of launching/": 2_031,
-    "lines of main in train.py": 26,
-    "lines of train_step in train.py": 44,
+    "lines of main in train.py": 40,
+    "lines of train_step in train.py": 45,
     "Any per 1,000 lines without tools/ and launching/": 45,
 }
 STEP_FILES = 28

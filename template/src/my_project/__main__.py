@@ -8,7 +8,7 @@ import sys
 
 from .safety import search_path
 
-COMMANDS = {  # and their modules; commands whose module was deleted are not shown
+COMMANDS = {  # and their modules; one whose module was deleted is not shown
     "train": "launching.train",
     **dict.fromkeys(search_path.ON_WEIGHTS, "commands"),
     "runs": "tools.runs",

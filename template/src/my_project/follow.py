@@ -204,9 +204,7 @@ class Evaluations:
         Raises:
             TransientError: the run was started over, so its config may be another one.
         """
-        fetch_next(
-            self.given, lambda hashes: digest_files(hashes) not in self.done
-        )  # from a mirror
+        fetch_next(self.given, self._is_new)  # from a mirror
         is_here = False
         with suppress(OSError):
             is_here = os.path.samefile(self.path, self.file.fileno())

@@ -362,10 +362,9 @@ def refuse_other_format(folder: Path) -> None:
     for newest in run_files.checkpoints(folder)[-1:]:
         try:
             manifests.read_manifest(newest)
-        except files.FormatError:
-            raise
-        except (ValueError, OSError):  # resuming.choose skips a damaged one
-            continue
+        except (ValueError, OSError) as error:  # resuming.choose skips a damaged one
+            if isinstance(error, files.FormatError):
+                raise
 
 
 def _masked(name: str, settings: dict[str, Any]) -> str:
