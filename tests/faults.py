@@ -133,7 +133,9 @@ def drawn() -> list[Fault]:
             recipe={"detail": detail})  # fmt: skip
     add("SIGKILL of a loader worker", "loader worker", "signal", "sample", workers=1,
         recipe={"detail": "SIGKILL"})  # fmt: skip
-    add("exception in a loader worker", "told to fail in sample", "raise", "sample", workers=1)
+    # it reads its first sample before the first step
+    add("exception in a loader worker", "told to fail in sample", "raise", "sample", workers=1,
+        exit_code=WRONG_SETTING)  # fmt: skip
     for _ in range(3):
         add("mismatched collective", "collective", "collective", processes=2,
             recipe={"detail": draw.choice(("1", "1000"))})  # fmt: skip
