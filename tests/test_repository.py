@@ -74,7 +74,8 @@ def test_the_sizes_that_the_readme_names_are_counted():
     named = [int(number.replace(",", "")) for number in re.findall(r"\d,\d00\b", README)]
     assert named == [round(size, -2) for size in sizes]
     files = found["files of train.py and all that it imports"]
-    assert f"in {files} files, of which a step passes {STEP_FILES};" in " ".join(README.split())
+    text = f"in {files} files; a step runs through {STEP_FILES} of them."
+    assert text in " ".join(README.split())
 
 
 @pytest.mark.parametrize("page", ["README.md", "template/docs/how-a-step-works.md"])
