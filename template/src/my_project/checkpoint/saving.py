@@ -126,7 +126,7 @@ class Checkpoints:
         """Refuse an optimizer that cannot be resumed. Called after the first two steps of a start.
 
         Raises:
-            ConfigError: a checkpoint cannot hold its state, or it has a counter elsewhere.
+            ConfigError: a checkpoint cannot hold its state, or it keeps a counter elsewhere.
         """
         optimizer_state(self.optimizer, self.names)
         before = self._optimizer_numbers
@@ -162,7 +162,7 @@ class Checkpoints:
         text = json.dumps(state | {"numerics": self.run.numerics})  # now: training changes it
         step = train_state.step
         folder = self.folder / f"step_{step:08d}"
-        # named after this launch: without file locks, another one may write the same step
+        # named after this launch: without file locks, another launch may write the same step
         temporary = folder.with_name(f".{folder.name}_{self.run.token}.partial")
 
         def write() -> None:
