@@ -139,7 +139,7 @@ CONFIGS = KINDS | {
 def test_a_damaged_config_is_one_sentence(copied, kind):
     (copied.folder / "config.yaml").write_bytes(CONFIGS[kind])
     with pytest.raises(
-        ConfigError, match=r"config\.yaml (cannot|holds)|trained with other settings"
+        ConfigError, match=r"config\.yaml (cannot|holds)|trained with different settings"
     ):
         train(copied)
 

@@ -176,7 +176,7 @@ def test_a_signal_saves_and_leaves_and_the_same_command_continues(tmp_path, monk
         if launcher == "my_project.launch":
             assert run.returncode == 75
         else:
-            assert f"{name}: saves and exits within two more steps" in shown
+            assert f"{name}: saving and exiting within two steps" in shown
         assert not saved or f"resumed from runs/tiny/checkpoints/{saved[-1]}" in shown
         saved.append(f"step_{left['step']:08d}")
         kept = sorted(path.name for path in (tmp_path / "runs/tiny/checkpoints").iterdir())

@@ -186,9 +186,9 @@ def test_a_saved_setting_no_class_reads_is_refused_only_if_it_was_used(
     for name, in_use in (("gone", "gone.deep.decay"), ("optim.gone", "optim.gone")):
         path.write_text(yaml.safe_dump(saved))
         about.write_text(json.dumps(begun | {"fixed_settings": [*used, in_use]}))
-        refused = rf"other settings: {name} \([^;]* there, None here\)\. "
+        refused = rf"different settings: {name} \([^;]* there, None here\)\. "
         with pytest.raises(ConfigError, match=refused):
             refuse_other_settings(config)
     about.unlink()
-    with pytest.raises(ConfigError, match=r"other settings: gone .*; optim\.gone \(1 there"):
+    with pytest.raises(ConfigError, match=r"different settings: gone .*; optim\.gone \(1 there"):
         refuse_other_settings(config)

@@ -137,11 +137,11 @@ def test_every_form_of_groups_that_torch_takes_trains(form):
 
 
 WRONG_GROUPS = {
-    "trained parameters: 1.weight, 1.bias;": lambda m: [{"params": m[0].parameters()}],
-    "it holds 1 that the model lacks": lambda m: [
+    "trained parameters (1.weight, 1.bias)": lambda m: [{"params": m[0].parameters()}],
+    "holds 1 that are not in the model": lambda m: [
         {"params": [*m.parameters(), torch.nn.Parameter(torch.ones(1))]}
     ],
-    "trained parameters: 0.bias;": lambda m: [{"params": [*m.parameters(), m[0].bias]}],
+    "trained parameters (0.bias)": lambda m: [{"params": [*m.parameters(), m[0].bias]}],
     "lr_scal": lambda m: [{"params": m.parameters(), "lr_scal": 0.1}],
 }  # fmt: skip
 

@@ -199,7 +199,7 @@ def test_the_newest_of_several_failures_is_told(tmp_path, monkeypatch):
     [
         (0, {}, [], ["workers", "micro_batch_size"]),
         (3, {}, ["fewer batches.workers (now 3)"], ["micro_batch_size"]),
-        (None, {}, ["fewer batches.workers (now one less than the CPUs)"], []),
+        (None, {}, ["fewer batches.workers (now one fewer than the CPUs)"], []),
         (0, {"ACCELERATE_USE_CPU": "True"}, ["a smaller --batches.micro_batch_size (now 4)"], []),
         (0, {"CUDA_VISIBLE_DEVICES": "-1,-1"}, ["a smaller --batches.micro_batch_size"], []),
     ],

@@ -44,9 +44,9 @@ class BatchesConfig:
     """Maximum number of samples per forward pass; 0: each rank takes its part of the global batch
     in one pass. The global batch is cut into as few equal micro-batches as this allows, and the
     ranks take them in turn, so dropout and BatchNorm are the same for any number of processes up to
-    that of the micro-batches. The launcher halves it if it does not fit in memory (memory.py)."""
+    the number of micro-batches. The launcher halves it if it does not fit in memory (memory.py)."""
     workers: int | None = may_change(None, least=0)
-    """Loader processes per rank; null: one less than the CPUs of this rank, at most 8."""
+    """Loader processes per rank; null: use one fewer than the CPUs of this rank, at most 8."""
     seed_samples: Literal["auto"] | bool = "auto"
     """Seed the random generators for each sample from (seed, epoch, index), so that augmentation
     does not depend on the process that loads the sample. auto: torch's always (2.5 us per sample),
@@ -65,7 +65,7 @@ class OptimConfig:
 
     class_path: str = "torch.optim.AdamW"
     """Any subclass of torch.optim.Optimizer. For one with train() and eval() (schedule-free), the
-    weights of eval() are evaluated and exported, and checkpoints hold those of train()."""
+    weights of eval() are evaluated and exported, and checkpoints hold the weights of train()."""
     init_args: dict[str, Any] = field(default_factory=dict)
     """Arguments of the optimizer besides the parameters, lr and weight_decay."""
     lr: float = limited(1e-3, least=0)
@@ -87,9 +87,9 @@ class OptimConfig:
     final_lr_fraction: float = limited(0.0, least=0, most=1)
     """The learning rate at the end, as a fraction of lr."""
     clip_norm: float | None = limited(1.0, least=1e-30)
-    """Maximum gradient norm over all parameters; null: no clipping."""
+    """Maximum gradient norm over all parameters; null: do not clip."""
     ema_decay: float | None = limited(None, least=0, most=1)
-    """Decay of an EMA of the weights, evaluated and exported in their place; null: no EMA."""
+    """Decay of an EMA of the weights, evaluated and exported in their place; null: keep no EMA."""
     max_skipped_steps: int = may_change(20, least=1)
     """End the run after this many consecutive skipped steps. A step is skipped when its gradient
     is not finite or its loss has no items."""
@@ -97,10 +97,10 @@ class OptimConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluationConfig:
-    """When to evaluate, and which result is best. The end of a run is always evaluated."""
+    """When to evaluate, and which result is best. A run is always evaluated at its end."""
 
     every_steps: int | None = may_change(None, least=1)
-    """Steps between evaluations; null: only at the end."""
+    """Steps between evaluations; null: evaluate only at the end."""
     batch_size: int = may_change(0, least=0)
     """Samples per forward pass and rank; 0: micro_batch_size or, where that is 0, the global batch
     size, at most 64. It does not depend on the number of processes."""
@@ -112,8 +112,8 @@ class EvaluationConfig:
     best_metric: str | None = may_change(None)
     """A result such as validation/accuracy; its best weights are exported to best/."""
     best_mode: Literal["max", "min"] | None = may_change(None)
-    """Whether a higher or a lower best_metric is better; null: as torchmetrics or its name says
-    (contract.best_mode); config.yaml in the run folder has the answer."""
+    """Whether a higher or a lower best_metric is better; null: decided by torchmetrics or by
+    the metric's name (contract.best_mode); config.yaml in the run folder has the result."""
     patience: int | None = may_change(None, least=1)
     """Stop early after this many evaluations without a better best_metric; null: never."""
 
@@ -122,25 +122,25 @@ class EvaluationConfig:
 class CheckpointsConfig:
     """When to save the full training state, and which checkpoints to keep.
 
-    The end of a run is always saved, and so is the step at which a signal stops it.
+    A run is always saved at its end and when it is asked to stop.
     """
 
     every_steps: int | None = may_change(None, least=1)
-    """Steps between checkpoints; null: none by steps, so that every_minutes decides."""
+    """Steps between checkpoints; null: do not save by step count, so every_minutes decides."""
     every_minutes: float | Literal["auto"] | None = may_change("auto", least=0)
-    """Save by time after this many minutes without a save, but not while steps are skipped; auto:
-    10 where every_steps is null, otherwise never; null or 0: never."""
+    """Save after this many minutes without a save, but not while steps are skipped; auto: 10 if
+    every_steps is null, otherwise never; null or 0: never."""
     keep: int = may_change(2, least=1)
-    """Number of newest checkpoints to keep. With evaluation.best_metric the one of the best step is
-    kept too, if one was saved at that step."""
+    """Number of newest checkpoints to keep. With evaluation.best_metric, the checkpoint of the
+    best step is kept too, if one was saved at that step."""
     keep_every_steps: int | None = may_change(None, least=1)
-    """Also keep checkpoints at multiples of this step; null: none."""
+    """Also keep checkpoints at multiples of this step; null: keep none of these."""
     background: bool = may_change(True)
     """Write in a thread while training goes on: a step waits only for the copy into host memory,
     whose buffers stay allocated (the size of the state)."""
     mirror: str | None = may_change(None)
     """URL of an object store, such as s3://bucket/prefix, to which the run is copied after each
-    save, and from which a machine without the run folder continues it; null: none."""
+    save, and from which a machine without the run folder continues it; null: do not copy."""
     mirror_seconds: float = may_change(60.0, least=0)
     """How long a run that was told to stop waits for its last upload."""
 
@@ -167,11 +167,11 @@ class DistributedConfig:
     sync_batchnorm: bool = False
     """Compute BatchNorm statistics over the micro-batches of all ranks together, so that the curve
     depends on the number of processes. GPUs only. Without it, each micro-batch has its own, and the
-    running statistics are those of all micro-batches in order."""
+    running statistics are updated by all micro-batches in order."""
     activation_checkpointing: bool = may_change(False)
     """Keep only the inputs of each block of layers, and recompute the rest in the backward pass:
-    less memory, about a third more computation. The blocks are those of the recipe's model_blocks,
-    or else the layers of one class in a ModuleList or Sequential (blocks.py)."""
+    less memory, about a third more computation. The blocks are what the recipe's model_blocks
+    returns, or else the layers of one class in a ModuleList or Sequential (blocks.py)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -187,7 +187,7 @@ class TelemetryConfig:
     """Names of accelerate's trackers: tensorboard, wandb, mlflow, ... (records/trackers.py)."""
     peak_tflops: float | None = may_change(None)
     """Peak TFLOP/s of one device for the run's precision, from its data sheet, to record MFU; null:
-    by the device's name, for those in records/performance.py."""
+    look up the device's name in records/performance.py."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -196,8 +196,8 @@ class ProfileConfig:
 
     steps: str | None = may_change(None, such_as="20:25")
     """The first and the last step to profile, by their numbers in metrics.jsonl, which count from
-    1: 20:25 profiles the six steps 20 to 25, 20:20 one step; null: none. In a YAML file in quotes:
-    YAML reads 20:25 as a number in base 60."""
+    1: 20:25 profiles the six steps 20 to 25, 20:20 one step; null: profile no steps. Quote it in a
+    YAML file: YAML reads 20:25 as a number in base 60."""
     ranks: list[int] = field(default_factory=lambda: [0], metadata={"changes_curve": False})
     """The ranks to profile, such as [0,1]."""
     with_stack: bool = may_change(False)
@@ -224,7 +224,7 @@ class ProfileConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class ChecksConfig:
-    """What to do about mistakes with which a run would silently train on.
+    """What to do about mistakes that would not stop a run from training.
 
     off: do not check (YAML reads off as false); warn: log a line and write a record; end: end the
     run with exit code 2.
@@ -234,9 +234,9 @@ class ChecksConfig:
     """`loss` and `num_items` that are not sums over samples, and settings without effect, before
     the first step of a new run (checks/recipe.py)."""
     data: str | bool = may_change("warn")
-    """A run that continues with other data (checks/agreement.py)."""
+    """A run that continues with different data (checks/agreement.py)."""
     code: str | bool = may_change("warn")
-    """A run that continues with other code (checks/agreement.py)."""
+    """A run that continues with different code (checks/agreement.py)."""
     ranks: str | bool = may_change("end")
     """Data, code or a model that differ between the ranks when the run starts
     (checks/agreement.py), and weights that diverge while it trains (checks/ranks.py)."""
@@ -260,8 +260,8 @@ class Config:
     epochs: float | None = may_change(None, least=1e-9)
     """Passes over the training set; may be fractional."""
     overfit_batches: int | None = limited(None, least=1)
-    """Train repeatedly on the first global batches only, this many, and evaluate on their samples,
-    to see whether the model can learn at all; null: train on all."""
+    """Train only on this many global batches (the first ones), repeatedly, and evaluate on their
+    samples, to see whether the model can learn at all; null: train on all."""
     optim: OptimConfig = field(default_factory=OptimConfig)
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
     checkpoints: CheckpointsConfig = field(default_factory=CheckpointsConfig)
@@ -275,15 +275,15 @@ class Config:
     """Parent of the run folders; on several nodes, shared storage."""
     resume: str = may_change("auto")
     """auto: continue this run if it exists; never: move it aside and start again from step 0; or
-    the path of a checkpoint to continue from, with its step and its optimizer. Weights alone, to
-    start from, are read by the recipe's build_model."""
+    the path of a checkpoint to continue from, with its step and its optimizer. To start from
+    weights alone, read them in the recipe's build_model."""
     stop_after: str | None = may_change(None, such_as="3h55m")
     """Save and exit after this time, such as 3h55m, counted from the start of the process; the
     same command continues the run."""
     seed: int = limited(0, least=0)
     """Seed of initial weights, data order, augmentation and dropout."""
     precision: Literal["no", "bf16", "fp16"] | None = may_change(None)
-    """Mixed precision; null: the accelerate config's."""
+    """Mixed precision; null: use the accelerate config's."""
     tf32: bool = may_change(True)
     """Allow TF32 for float32 matrix products on GPUs that support it."""
     channels_last: bool = may_change(False)
@@ -321,14 +321,14 @@ class Config:
         finds_plateaus = evaluation.best_metric and evaluation.every_steps
         if self.optim.schedule == "plateau" and not finds_plateaus:
             raise ConfigError(
-                "optim.schedule is plateau, but needs evaluation.best_metric and"
-                " evaluation.every_steps."
+                "optim.schedule is plateau, which requires evaluation.best_metric and"
+                " evaluation.every_steps: set both."
             )
         if self.stop_after is not None:
             parse_duration(self.stop_after)
         if evaluation.patience and not evaluation.best_metric:
             raise ConfigError(
-                f"evaluation.patience is {evaluation.patience}, but needs evaluation.best_metric."
+                f"evaluation.patience is {evaluation.patience}: set evaluation.best_metric too."
             )
 
     @property
@@ -408,7 +408,7 @@ def wrong_value(name: str, value: Any, kind: Any, metadata: Any = None) -> Confi
 
     Args:
         name: of the setting.
-        value: of another type, or outside the limits.
+        value: of the wrong type, or outside the limits.
         kind: the type.
         metadata: of the field; it holds the limits.
     """
@@ -488,7 +488,7 @@ def fixed_settings(config: Config) -> dict[str, Any]:
 def used_fixed_settings(config: Config) -> list[str]:
     """Return the names of the fixed settings whose values are not the defaults.
 
-    All settings of the groups without a default, recipe and batches, are among them.
+    They include every setting of recipe and batches, which have no default.
     """
     defaults = saved_fixed_settings({}, config)
     return [name for name, value in fixed_settings(config).items() if value != defaults.get(name)]

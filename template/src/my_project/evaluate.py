@@ -24,7 +24,7 @@ from .run_folder import Run
 from .sharding import renew_sharding
 
 logger = logging.getLogger(__name__)
-DEFAULT_SIZE = 64  # maximum of samples per micro-batch, unless the config sets their number
+DEFAULT_SIZE = 64  # maximum samples per micro-batch, unless set in the config
 
 
 def evaluate(
@@ -49,7 +49,7 @@ def evaluate(
         model: prepared; called with a function of the plain model (contract.RecipeModule).
         datasets: map-style, by name.
         step: the number of steps that the weights have been trained for; passed to `loss`.
-        note_progress: called before each micro-batch, since a large dataset takes long.
+        note_progress: called before each micro-batch, since a large dataset may take minutes.
         is_sanity_check: take one micro-batch of each dataset, on each rank.
 
     Returns:
@@ -109,7 +109,7 @@ def evaluation_mode(accelerator: Accelerator, model: nn.Module) -> Iterator[None
 def sanity_check(run: Run, accelerator: Accelerator, model: Any, sets: dict[str, Any]) -> None:
     """Run one micro-batch of each dataset through the evaluation, before the first step.
 
-    A mistake in a metric then ends the run before it has trained. The results are discarded;
+    A mistake in a metric then ends the run before it trains. The results are discarded;
     weights and buffers are restored, and each step is seeded by itself, so the run is the same as
     without this check.
     """
@@ -148,19 +148,19 @@ def merge_metrics_on_main(accelerator: Accelerator, metrics: dict[str, Any]) -> 
 
     This replaces torchmetrics' own gathering, which brings the state of all ranks to every rank,
     and aborts the process if one rank holds a list of values and another, without samples, an empty
-    one. torchmetrics has no public way to let compute() use the state as it is, also in a group of
+    one. torchmetrics has no public way to make compute() use the state as is, even in a group of
     one.
     """
     parts = [part for name in sorted(metrics) for part in contract.metric_parts(metrics[name])]
-    for metric in dict.fromkeys(parts):  # once, also if several metrics share it
+    for metric in dict.fromkeys(parts):  # once, even if several metrics share it
         metric._to_sync = False
-        metric._computed = None  # cached, if a recipe has computed the value of a micro-batch
+        metric._computed = None  # cached if a recipe computed the value of a micro-batch
         if accelerator.num_processes > 1:
             _merge(accelerator, metric)
 
 
 def _merge(accelerator: Accelerator, metric: Any) -> None:
-    """Set a metric's state on rank 0 to that of all ranks with samples, merged as it declares."""
+    """Merge a metric's state of all ranks with samples on rank 0, as the metric declares."""
     state = send_to_device(metric.metric_state, "cpu")
     gathered = gather_on_main(accelerator, (metric.update_count, state))
     # ranks without samples hold defaults, whose shape may differ

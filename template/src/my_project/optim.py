@@ -41,9 +41,9 @@ def optimizer_class(config: OptimConfig) -> Any:
 
 
 def has_two_views(optimizer: Any) -> bool:
-    """Return whether an optimizer evaluates other weights than it trains: schedule-free ones do.
+    """Return whether an optimizer evaluates different weights from those it trains.
 
-    Its train() and eval() switch between them.
+    Schedule-free optimizers do: train() and eval() switch between the two.
     """
     return all(callable(getattr(optimizer, method, None)) for method in ("train", "eval"))
 
@@ -52,8 +52,7 @@ def build_optimizer(config: OptimConfig, recipe: Recipe, model: nn.Module) -> to
     """Build the optimizer from its class path, fused where the device supports it.
 
     Raises:
-        ConfigError: the groups do not hold every trained parameter once, or have a key without
-            effect.
+        ConfigError: the groups omit or repeat a trained parameter, or have a key without effect.
     """
     kind = optimizer_class(config)
     own_groups = optional(recipe, "parameter_groups")
@@ -103,7 +102,7 @@ def has_sparse_gradients(model: nn.Module) -> bool:
 
 
 def check_parameters(optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
-    """Refuse groups that do not hold every trained parameter of the model once, or hold others.
+    """Refuse groups that omit or repeat a trained parameter of the model, or hold other tensors.
 
     Raises:
         ConfigError: names the parameters.
@@ -114,10 +113,10 @@ def check_parameters(optimizer: torch.optim.Optimizer, model: nn.Module) -> None
     wrong = [name for name, times in trained.items() if times != 1]
     if wrong or others or not trained:
         raise ConfigError(
-            f"parameter_groups leaves out, or holds more than once, {len(wrong)} of the model's"
-            f" {len(trained)} trained parameters: {', '.join(wrong[:5]) or 'none'}; it holds"
-            f" {others} that the model lacks. Put each trained parameter into one group, and set"
-            " requires_grad to False for those that are not to be trained."
+            f"parameter_groups omits or repeats {len(wrong)} of the model's {len(trained)} trained"
+            f" parameters ({', '.join(wrong[:5]) or 'none'}) and holds {others} that are not in the"
+            " model. Put each trained parameter into exactly one group, and set requires_grad to"
+            " False for parameters that are not to be trained."
         )
 
 
@@ -185,7 +184,7 @@ def normalize_and_clip_(
     if clip_norm is not None:
         clip = clip_norm / (norm + 1e-6)
         scale = scale * (clip.clamp(max=1.0) if isinstance(clip, Tensor) else min(clip, 1.0))
-    # a factor of another dtype costs one more kernel per gradient
+    # a factor of a different dtype costs one more kernel per gradient
     is_float32 = gradients[0].dtype == torch.float32
     if isinstance(scale, Tensor):
         factor = scale.float() if is_float32 else scale

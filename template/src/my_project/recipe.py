@@ -11,34 +11,35 @@ order:
     build_datasets(data_info) -> (train, {name: validation})
         Return map-style datasets: `len(data)` and `data[index]`; {} for no validation. A dataset
         with `__getitems__(indices)` is asked for a whole micro-batch in one call, unless it draws
-        random numbers (batches.seed_samples). The samples with which it first draws may be read
-        twice, so it must not keep what it has drawn. If a dataset, also one inside a Subset or
+        random numbers (batches.seed_samples). The samples for which it first draws may be read
+        twice, so it must not keep what it drew. If a dataset, even one inside a Subset or
         ConcatDataset, has `set_epoch(epoch)`, the loop calls it before the first sample of each
         epoch, in every process that reads it; for evaluations with epoch 0.
         The training set may be a stream instead, which is divided into lanes. A lane is a logical
         shard of the stream, like a canonical node of MosaicML's streaming: the number of lanes is
         fixed, whatever the world size, and so is the order of the samples. A stream has
         `lanes: int` and `lane(i, start, seed) -> iterable`, which skips `start` samples and yields
-        the same samples whenever it is called. A lane never ends: it begins again at its end, each
-        lane by itself, so lanes may be of uneven length; one that ends is an error. Lane i fills
-        fixed positions of every global batch; random numbers drawn ahead of a sample must depend on
-        (i, seed) and its position only. The number of lanes must divide the global batch and be a
-        multiple of its number of micro-batches. A stream has no length, so a run needs `steps`.
+        the same samples whenever it is called. A lane must never run out: after its last sample
+        it starts over, independently of the others, so lanes may differ in length; one that runs
+        out is an error. Lane i fills fixed positions of every global batch; random numbers drawn
+        ahead of a sample must depend on (i, seed) and its position only. The number of lanes must
+        divide the global batch and be a multiple of its number of micro-batches. A stream has no
+        length, so a run needs `steps`.
         What `lane` returns may have `state_dict()` and `load_state_dict(state)` (the Stateful
         protocol of torch.distributed.checkpoint), so that a resumed run need not read again what
         it skips. `state_dict` is called after each step's samples and returns the position after
         the last of them as short plain JSON, which checkpoints keep, or None where it cannot tell:
-        a resumed run then skips what the lane has read. Otherwise it calls `load_state_dict` on a
-        new lane, opened with start 0, before it iterates.
+        a resumed run then skips what the lane has read. Otherwise the run opens a new lane with
+        start 0 and calls its `load_state_dict` before iterating.
     build_model(data_info) -> torch.nn.Module
         Must work without training data and network, since predict calls it too.
     loss(model, batch, step) -> (loss_sum, num_items[, scalars])
         Return the SUM of the per-item losses, a scalar tensor, and the number of items (examples,
         tokens) in it, a number or scalar tensor. Never a mean: only sums give the right gradient
-        when the number of items differs between micro-batches. Sum in float32, also where autocast
+        when the number of items differs between micro-batches. Sum in float32, even where autocast
         leaves bf16: `losses.float().sum()`. `model` is the plain module; any of
         its methods may be called. The loop calls `loss` once per micro-batch and equally often on
-        every rank: a rank with one micro-batch less repeats its first one with weight 0. Without
+        every rank: a rank with one micro-batch fewer repeats its first one with weight 0. Without
         `update_metrics`, evaluations call it too, without gradients (a gradient penalty needs
         `if torch.is_grad_enabled()`) and with the number of steps trained as `step`.
         scalars, {name: sum}, are recorded as train/<name>: each is summed over the step's
@@ -66,14 +67,14 @@ A recipe may also have:
     load(data_info, folder) -> torch.nn.Module    loads what `export` has written
 
 `samples` is a torch.utils.data.Subset of the validation set. predict_samples returns what
-predict prints, a str or a table of rich; files that it writes into `folder`, such as pictures,
-are moved to the run. Each evaluation calls it too, with evaluation.samples samples, whose tensors
-are on the device of the model: on rank 0 or, where FSDP shards the model, on every rank
-(records/samples.py).
+predict prints, a str or a rich renderable such as a Table; files that it writes into `folder`,
+such as pictures, are moved to the run. Each evaluation calls it too, with evaluation.samples
+samples, whose tensors are on the device of the model: on rank 0 or, where FSDP shards the model, on
+every rank (records/samples.py).
 
-`export` is called twice. First on every rank, with folder None: it returns which of `tensors`, the
-state of the model, the loop writes to <stem>.safetensors, renamed if need be. If the model is
-sharded, so are they, and the loop reads and writes one at a time. Then on rank 0 alone, with a
+`export` is called twice. First on every rank, with folder None: from `tensors`, the model's state,
+it returns those that the loop should write to <stem>.safetensors, renamed if need be. If the model
+is sharded, so are they, and the loop reads and writes one at a time. Then on rank 0 alone, with a
 folder, into which it writes other files; this call must neither read a weight nor draw random
 numbers. If the first call returned None, the second writes the weights too, and gets a whole model:
 for a sharded one, rank 0 builds another.
@@ -91,24 +92,25 @@ A field that may change between two starts of a run (a path) is declared with
 field(metadata={"changes_curve": False}).
 
 Random numbers: the loop seeds the global generators of torch, Python and NumPy before prepare_data
-and before build_datasets, always with the same seed, so that a random split is the same on every
-rank, in every start and for every `seed`; before build_model and load by the config's `seed`; for
-each sample, and for each micro-batch before `loss`. So random numbers are the same for any world
+and build_datasets (always with the same seed, so that a random split is the same on every rank, in
+every start and for every `seed`), before build_model and load (with the config's `seed`), for each
+sample, and for each micro-batch before `loss`. So random numbers are the same for any world
 size and after any resume. The loop does not seed a generator that the recipe makes for itself
 (torch.Generator, numpy.random.default_rng): if it is made once and kept, the training curve depends
-on the world size. Make it where it is used, from `torch.initial_seed()`, which is the seed of the
-sample in a dataset (with batches.seed_samples) and that of the micro-batch in `loss`.
+on the world size. Make it where it is used, from `torch.initial_seed()`, which is the sample's seed
+in a dataset (with batches.seed_samples) and the micro-batch's seed in `loss`.
 
 State: what `loss` changes in the model besides gradients (a mean teacher, a queue in a buffer)
 depends on how a step is split into micro-batches, unless `loss` changes it once per `step`, and
 only while `model.training`. What it takes from the samples must be gathered from all ranks, and
-the number of ranks must then divide that of the micro-batches (docs/how-to/state-in-a-buffer.md).
+the number of ranks must then divide the number of micro-batches
+(docs/how-to/state-in-a-buffer.md).
 Only the optimizer may change a trained parameter. The loop calls `model.train()`, which also puts
 the dropout and BatchNorm of a frozen part into training mode: give that part a `train` method that
 calls `super().train(False)`. A parameter that is to be trained at any time must have requires_grad
 True when build_model returns.
 The running statistics of BatchNorm move once for each micro-batch of all ranks (statistics.py), so
-`loss` must not write those of a layer that it also calls in training.
+`loss` must not write the statistics of a layer that it also calls in training.
 Under FSDP, all ranks must call the same blocks in each forward, or the run hangs.
 """
 
@@ -183,8 +185,8 @@ def problems(kind: type) -> list[str]:
 def ignored_fields(kind: type) -> list[str]:
     """List the names in the body of a dataclass's subclass that look like fields but are not.
 
-    These are the annotated names of a class without @dataclass, and a new default of an inherited
-    field without an annotation: an instance would have the default of the base class.
+    These are annotated names in a class without @dataclass, and unannotated new defaults for
+    inherited fields: an instance would have the base class's default.
     """
     found: list[str] = []
     for cls in kind.__mro__:

@@ -136,7 +136,7 @@ class Run:
             self.write_status("running")
 
     def fail(self, failure: Failure) -> None:
-        """Write a failure into the status, unless that of another rank came first.
+        """Write a failure into the status, unless another rank's failure came first.
 
         Two ranks may do this simultaneously; the launcher, which has all error files, corrects it.
         """
@@ -184,7 +184,7 @@ class Run:
             The token of this launch.
 
         Raises:
-            ConfigError: the folder is no longer this launch's, has another format, or would not
+            ConfigError: the folder is no longer this launch's, has a different format, or would not
                 take a save.
         """
         self.check_lock()
@@ -238,7 +238,7 @@ class Run:
         self.token = token
         seconds = 20.0
         if self.rank and self.config.checkpoints.mirror:  # on rank 0, is_locked frees the lock
-            # rank 0 has locked its folder, where locks work: one without is on another disk
+            # if locks work, rank 0's folder is locked: an unlocked one is on another disk
             seconds = 1.0 if run_files.is_locked(self.folder) is False else 20.0  # with a mirror
         return files.wait_until(lambda: run_files.read_info(self.folder).launch == token, seconds)
 
@@ -279,7 +279,7 @@ class Run:
         another launch has begun the run.
 
         Raises:
-            TransientError: it has; the folder that is there now may be another launch's.
+            TransientError: it has; the folder now there may be another launch's.
         """
         try:
             path = run_files.lock_path(self.folder)
@@ -301,10 +301,10 @@ class Run:
     def _start_over(self) -> None:
         """Move what is in the folder aside, except the lock and the logs of this launch.
 
-        In this order, no kill leaves part of a run that looks whole: the outcome, the records,
-        which a start without these checkpoints would drop, then what a start would continue. While
-        run.json, the last, is there, the next attempt of this launch knows that it has to move the
-        rest.
+        This order ensures that no kill leaves a partial run that looks whole: first the outcome,
+        then the records (a start without these checkpoints would drop them), then what a start
+        would continue. While run.json, moved last, is there, the next attempt of this launch knows
+        that it must move the rest.
         """
         names = {*os.listdir(self.folder)} - {"logs", ".lock"}
         if names <= {"config.yaml", "status.json"}:  # an earlier begin() was killed after these
@@ -318,9 +318,9 @@ class Run:
 
 
 def starts_over_now(config: Config) -> bool:
-    """Return whether --resume never has to move aside the run that is in the folder now.
+    """Return whether `--resume never` must move aside the run now in the folder.
 
-    It does not if an earlier attempt of this launch, or of this Slurm job, began that run.
+    It must not if an earlier attempt of this launch, or of this Slurm job, began that run.
     """
     begun_by, now = run_files.read_info(config.folder).begun_by or {}, attempts()
     is_later = any(begun_by[name] < now[name] for name in begun_by.keys() & now.keys())
@@ -330,7 +330,7 @@ def starts_over_now(config: Config) -> bool:
 def refuse_other_settings(config: Config) -> None:
     """Refuse a run folder whose settings of the training curve differ from the config's.
 
-    A saved setting that no class has any more is ignored if it could change between starts, or had
+    A saved setting that no class has anymore is ignored if it could change between starts, or had
     its default.
     """
     path = config.folder / "config.yaml"
@@ -341,7 +341,7 @@ def refuse_other_settings(config: Config) -> None:
     now = fixed_settings(config)
     used = run_files.read_info(config.folder).fixed_settings
     if used is not None:
-        # no class has such a setting any more: its room was deleted, or its recipe has changed
+        # no class has this setting anymore: its module was deleted, or the recipe changed
         for name in before.keys() - now.keys():
             if not any(f"{other}.".startswith(f"{name}.") for other in used):
                 del before[name]
@@ -352,13 +352,13 @@ def refuse_other_settings(config: Config) -> None:
     ]
     if differing:
         raise ConfigError(
-            f"{config.folder} was trained with other settings: {'; '.join(differing)}. Choose"
+            f"{config.folder} was trained with different settings: {'; '.join(differing)}. Choose"
             " another --run_name, or --resume never, which moves the run folder aside."
         )
 
 
 def refuse_other_format(folder: Path) -> None:
-    """Refuse a run whose newest checkpoint was saved by another version of this project."""
+    """Refuse a run whose newest checkpoint was saved by a different version of this project."""
     for newest in run_files.checkpoints(folder)[-1:]:
         try:
             manifests.read_manifest(newest)
@@ -408,7 +408,7 @@ def failures_recorded(run: Run) -> Iterator[None]:
 
 
 def ignore_ended_workers() -> None:
-    """Remove torch's SIGCHLD handler, which raises for each loader worker that has died.
+    """Remove torch's SIGCHLD handler, which raises for each loader worker that died.
 
     The signal often comes after the queue has failed: the handler would raise in the middle of the
     report, and the record of why the run failed would be lost.

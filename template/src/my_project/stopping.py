@@ -20,8 +20,9 @@ class StopRequest:
     """A request to stop, made by a signal, by config.stop_after or by the end of the launcher.
 
     The loop votes for a stop in the step's all-reduce, so all ranks exit after the same step. A
-    second signal ends the process immediately; it counts only 5 s after the first, since launchers
-    pass on to their workers what the terminal or the scheduler has sent them already.
+    second signal ends the process immediately, but only if it comes at least 5 s after the first,
+    since launchers forward signals that their workers have already received from the terminal or
+    scheduler.
     """
 
     def __init__(self, config: Config) -> None:
@@ -30,8 +31,8 @@ class StopRequest:
         self._stop_after = config.stop_after
         self._stop_at = float("inf")
         if config.stop_after:
-            # stop_after counts from the start of the launcher, over restarts; without a launcher
-            # from that of the process, before its imports
+            # stop_after counts from the start of the launcher, over restarts; without a launcher,
+            # from the start of the process, before its imports
             began = float(os.environ.get("LAUNCH_TIME") or psutil.Process().create_time())
             self._stop_at = (
                 time.monotonic() + began + parse_duration(config.stop_after) - time.time()
@@ -50,7 +51,7 @@ class StopRequest:
         return bool(self.reason)
 
     def loop_begins(self) -> None:
-        """From now on, save before this process exits because the launcher has exited."""
+        """From now on, if the launcher exits, save before this process exits."""
         LAUNCHER.ends_process = False
         for number in self._handlers:  # again, since an import may have replaced the handlers
             signal.signal(number, self._handle)
@@ -61,7 +62,7 @@ class StopRequest:
             self.reason = self.reason or name
             self._first_signal_time = time.monotonic()
             failures.note_signal(name)
-            note = f"{name}: saves and exits within two more steps; send it again after 5 s to exit"
+            note = f"{name}: saving and exiting within two steps; send it again after 5 s to exit"
             # not print, which may be what the signal has interrupted
             os.write(2, f"{note} immediately\n".encode())
         elif time.monotonic() - self._first_signal_time > SECOND_SIGNAL_AFTER_SECONDS:

@@ -60,7 +60,7 @@ class Votes:
     """What the ranks have agreed to do, by their votes in the all-reduce of each step."""
 
     stop: bool = False
-    save: bool = False  # by time, see Checkpoints.is_due_by_time
+    save: bool = False  # time-based, see Checkpoints.is_due_by_time
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -228,7 +228,7 @@ def train(t: Training) -> str:
     """Train until the run ends, or is asked to stop: step k is global batch k.
 
     Returns:
-        Why the run has ended; "" where it was asked to stop.
+        Why the run ended; "" if it was asked to stop.
     """
     run, state, votes = t.run, t.state, t.votes
     if state.evaluation_is_due(run):  # the last start ended between the save and the results
@@ -247,7 +247,7 @@ def train(t: Training) -> str:
         save_due |= state.step == run.total_steps
         if save_due or evaluation_due or votes.stop or votes.save:
             observe(t, t.sums.flush())  # the checkpoint counts this step too
-            # no save by time while steps are skipped: the weights may be useless
+            # no time-based save while steps are skipped: the weights may be useless
             save_due |= votes.stop or (votes.save and not state.consecutive_skipped_steps)
             if save_due:
                 save(t)
@@ -302,7 +302,7 @@ def train_step(t: Training, micro_batches: Iterator[Any]) -> None:
         t.scaler.update()
     t.optimizer.zero_grad()  # zeros in DDP's buckets: see parallel.keep_gradients_in_buckets
     if t.ema:
-        t.ema.update()  # also after a skipped step
+        t.ema.update()  # even after a skipped step
     state.step = t.run.step = step + 1  # skipped steps count too
     t.recorder.step_ended(step)
     observe(t, t.sums.push(step, sums, norm))  # of step - 1, which the device has finished
@@ -333,7 +333,7 @@ def save(t: Training) -> None:
         if t.state.step == t.run.total_steps:  # it must be on disk before the last evaluation
             t.checkpoints.wait()
             t.accelerator.wait_for_everyone()
-    t.votes.save = False  # every save restarts the clock of the saves by time
+    t.votes.save = False  # every save restarts the clock of time-based saves
 
 
 def check_before_first_step(t: Training) -> None:
@@ -347,7 +347,7 @@ def check_before_first_step(t: Training) -> None:
 
 @contextmanager
 def evaluated_weights(t: Training) -> Iterator[None]:
-    """Replace the trained weights by those to evaluate and export, for the block."""
+    """Replace the trained weights with the weights to evaluate and export, for the block."""
     with ExitStack() as stack:
         stack.enter_context(optim.evaluated_view(t.optimizer))
         if t.ema:
@@ -388,7 +388,7 @@ def finish(t: Training, end_reason: str) -> int:
     state.check_trained()
     with evaluated_weights(t):
         exporting.export(run, t.data_info, t.model, checkpoints)
-    t.accelerator.wait_for_everyone()  # if an export hangs, no report may blame a rank that exited
+    t.accelerator.wait_for_everyone()  # so that if an export hangs, no rank that exited is blamed
     checkpoints.check("checkpoint", "best", "export")
     if run.rank == 0:
         result = state.results | t.recorder.of_run()

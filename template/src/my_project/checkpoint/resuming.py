@@ -133,7 +133,7 @@ def kept_steps(
         steps: of checkpoints.
         settings: the rules.
         state: of the newest checkpoint.
-        keep: the number of newest ones, in place of settings.keep.
+        keep: the number of newest ones, instead of settings.keep.
     """
     steps = sorted(steps)
     newest, every = steps[-(keep or settings.keep) :], settings.keep_every_steps

@@ -59,7 +59,7 @@ from .shards import (
 logger = logging.getLogger(__name__)
 NICENESS = 10  # of the thread that saves, not of the process: training gets the cores first
 FIRST_SAVES = 3  # a start ends if its first saves all fail, before it loses more steps
-END_SECONDS = 20  # how long other ranks are waited for once a save has failed or a rank is gone
+END_SECONDS = 20  # how long to wait for other ranks once a save has failed or a rank is gone
 
 Read = Callable[[str], Tensor]  # reads a tensor by its name
 
@@ -67,7 +67,7 @@ Read = Callable[[str], Tensor]  # reads a tensor by its name
 class Checkpoints:
     """Save and load the training state, and write best/ and export/, in one background thread.
 
-    A job begins when the one before it has ended.
+    A job begins when the previous job ends.
     """
 
     def __init__(
@@ -126,7 +126,7 @@ class Checkpoints:
         """Refuse an optimizer that cannot be resumed. Called after the first two steps of a start.
 
         Raises:
-            ConfigError: a checkpoint cannot hold its state, or it counts outside its state.
+            ConfigError: a checkpoint cannot hold its state, or it keeps a counter elsewhere.
         """
         optimizer_state(self.optimizer, self.names)
         before = self._optimizer_numbers
@@ -134,8 +134,8 @@ class Checkpoints:
         numbers = {name: n for name, n in known if type(n) in (int, float) and name[0] != "_"}
         if changed := [name for name in before if before[name] != numbers.get(name)]:
             raise ConfigError(
-                f"{type(self.optimizer).__name__} cannot be resumed: it counts in its attribute"
-                f" {changed[0]}, not in its state. Choose another optim.class_path."
+                f"{type(self.optimizer).__name__} cannot be resumed: it keeps a counter in its"
+                f" attribute {changed[0]}, not in its state. Choose another optim.class_path."
             )
         self._optimizer_numbers = numbers
 
@@ -162,7 +162,7 @@ class Checkpoints:
         text = json.dumps(state | {"numerics": self.run.numerics})  # now: training changes it
         step = train_state.step
         folder = self.folder / f"step_{step:08d}"
-        # named after this launch: without file locks, another one may write the same step
+        # named after this launch: without file locks, another launch may write the same step
         temporary = folder.with_name(f".{folder.name}_{self.run.token}.partial")
 
         def write() -> None:
@@ -231,11 +231,11 @@ class Checkpoints:
             write: writes the weights into that folder, given a function that reads one by its name;
                 called by rank 0 in the thread.
         """
-        # if sharded, ranks must decide alike, and may not know that a save has failed
+        # if sharded, ranks must decide alike, and may not know that a save failed
         has_failed = self.writers == 1 and "checkpoint" in self.failures
         is_of_step = self._saved_step == self.run.step and not has_failed
         is_saved = is_of_step and None not in saved_names.values()
-        is_saved &= not has_two_views(self.optimizer)  # it saves the trained weights
+        is_saved &= not has_two_views(self.optimizer)  # its checkpoints hold the trained weights
         if not is_saved:
             self.wait()  # until no job uses the buffers and the temporary folder
         if self.rank >= self.writers:
@@ -280,7 +280,7 @@ class Checkpoints:
         return read
 
     def _start(self, kind: str, name: str, job: Callable[[], None], *temporary: Path) -> None:
-        """Run a job in a thread after those before it; wait for it unless in background.
+        """Run a job in a thread after the previous jobs; wait for it unless in background.
 
         Args:
             kind: of the job; its failure is kept until a job of this kind succeeds.
@@ -308,7 +308,7 @@ class Checkpoints:
                 self.note = f"{name} could not be saved: {error}"
                 logger.error("%s. What was there before is unchanged.", self.note)
                 self.failures[kind] = error
-                # a recipe may write by safetensors itself, and a file may fail to be read back
+                # a recipe may write with safetensors itself, and a file may fail to be read back
                 may_pass = isinstance(error, (OSError, SafetensorError, ConfigError))
                 if may_pass and not isinstance(error, TransientError):  # of Run.check_lock
                     self.failures[kind] = OSError(self.note)
@@ -327,8 +327,8 @@ class Checkpoints:
         """Wait for the jobs.
 
         Raises:
-            Exception: a job failed, and not because of the disk, or the first FIRST_SAVES saves of
-                this start all failed.
+            Exception: a job failed for a reason other than the disk, or the first FIRST_SAVES saves
+                of this start all failed.
         """
         if self._thread:
             self._thread.join()
@@ -354,14 +354,14 @@ class Checkpoints:
         try:
             state = self.load(folder)
         except (LookupError, TypeError, AttributeError) as error:  # untrusted: of any type
-            problem = f"its manifest.json is not that of a checkpoint ({error!r})"
+            problem = f"its manifest.json is not a checkpoint's ({error!r})"
             raise ConfigError(f"{folder} cannot be used: {problem}.") from error
         if self.rank == 0:
             move_newer_aside(self.run, state["step"])
         return state
 
     def load(self, folder: Path) -> dict[str, Any]:
-        """Restore tensors and the fp16 loss scale in place; return the other state."""
+        """Restore tensors and the fp16 loss scale in place; return the rest of the state."""
         self.run.continued_from = str(folder)
         manifest = read_manifest(folder)
         state: dict[str, Any] = manifest["state"]
@@ -377,7 +377,7 @@ class Checkpoints:
         if self.scaler and scale:
             self.scaler.load_state_dict(scale)
         elif self.scaler or scale:
-            logger.warning("%s has another precision: the fp16 loss scale is reset", folder)
+            logger.warning("%s has a different precision: the fp16 loss scale is reset", folder)
         if folder.parent == self.folder:
             self._saved_step = state["step"]
         return state
@@ -416,7 +416,7 @@ class Checkpoints:
     def _write_shards(
         self, temporary: Path, shards: dict[str, dict[str, Shard]], aliases: dict[str, str]
     ) -> dict[str, str]:
-        """Write a file of each kind; ranks other than 0 report by a file whether they succeeded.
+        """Write a file of each kind; ranks other than 0 leave a file saying whether they did.
 
         Returns:
             The SHA-256 of each file by its name; on rank 0, for the files of all ranks.

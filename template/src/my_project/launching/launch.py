@@ -8,11 +8,11 @@
 
 Takes the options of accelerate launch; accelerate's own code translates them and the config file
 to environment variables. Several nodes meet at --main_process_ip and --main_process_port (or
-main_process_port in the config file) of node 0: the same on all nodes, and another port for each
-run. A single node takes a free port. In this order, the command
+main_process_port in the config file) of node 0: the same on all nodes, and a different port for
+each run. A single node takes a free port. In this order, the command
 1. prints one line: this node's rank, ranks of its processes, address, precision and run folder;
-2. with several nodes, waits until all have joined and reach each other (nodes.py); with
-   --min_machines, the run later goes on without nodes that leave, and takes in nodes that join;
+2. with several nodes, waits until all have joined and can reach each other (nodes.py);
+   with --min_machines, the run goes on without nodes that leave, and takes in nodes that join;
 3. with --preflight, checks the cluster (tools/preflight.py), and exits if a check fails;
 4. trains, in processes that are forked from this one, so that they need not import anything;
    shows the output and the warnings of rank 0, and writes the output of each process to a file of
@@ -20,7 +20,9 @@ run. A single node takes a free port. In this order, the command
 5. forwards signals, so that the run saves and exits; leaves no process running;
 6. prints a summary (summary.py), and exits with the run's outcome: 0 finished; 75 preempted; 2 an
    error that another attempt would repeat (a wrong setting); 1 any other error (a node that is late
-   or lost, an exception).
+   or lost, an exception). With --requeue, for a scheduler that restarts a run after 75 only, 1
+   becomes 75 if this launch wrote a newer checkpoint, and 75 becomes 1 after three launches in a
+   row that wrote none.
 """
 
 import argparse
@@ -114,7 +116,7 @@ NO_EFFECT = {  # flags, and settings of an accelerate config
 } | dict.fromkeys(
     ("fp8_config", "deepspeed_config", "megatron_lm_config", "mpirun_config"), DATA_PARALLEL
 )
-SETTING_TYPES: dict[str, Any] = {  # in place of accelerate's, which are wider or are classes
+SETTING_TYPES: dict[str, Any] = {  # instead of accelerate's, which are wider or are classes
     "compute_environment": Literal["LOCAL_MACHINE"],
     "distributed_type": str,
     "mixed_precision": Literal["no", "bf16", "fp16"],
@@ -217,7 +219,7 @@ def parse(arguments: list[str]) -> Launch:
     own, flags = _parser().parse_known_args(arguments[:split])
     module, *module_arguments = arguments[split + 1 :] or [""]
     if module not in (TRAIN, PREFLIGHT):
-        raise ConfigError(f"add -m {TRAIN} after the options; accelerate launch runs the others.")
+        raise ConfigError(f"add -m {TRAIN} after the options; use accelerate for other modules.")
     if "--preflight" in module_arguments:  # the scripts in launch/ put it there
         own.preflight = True
         module_arguments.remove("--preflight")
@@ -307,7 +309,7 @@ def accelerate_options(flags: list[str], module: str) -> argparse.Namespace:
         is_unsupported = options.use_deepspeed or options.use_megatron_lm or options.tpu
         if is_unsupported or options.mixed_precision == "fp8":
             raise ValueError(DATA_PARALLEL)
-        variables(options, 0)  # to refuse here what accelerate refuses in it
+        variables(options, 0)  # runs accelerate's checks, which raise for options it refuses
     except Exception as error:
         raise ConfigError(f"{given.config_file}: {error}") from error
     return options
@@ -402,21 +404,21 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--preflight", action="store_true", help="check the cluster first")
     options = {
         "join_timeout_seconds": (600.0, "how long to wait for the other nodes"),
-        "min_machines": (0, "number of nodes with which the run goes on while others are lost"),
+        "min_machines": (0, "minimum nodes with which the run goes on when others are lost"),
         "wait_for_node_0": (0.0, "seconds to wait for a new node 0 if it is lost; 0: end the run"),
-        "lost_node_seconds": (30.0, "seconds without an answer from its host until a node is lost"),
+        "lost_node_seconds": (30.0, "seconds a host may be silent before its node counts as lost"),
         "max_restarts": (RESTARTS, "restarts in place without a new step in between"),
     }
     for name, (default, help_text) in options.items():
         parser.add_argument(f"--{name}", type=type(default), default=default, help=help_text)
-    help_text = "75 also after an error with a newer checkpoint; 1 after three launches without one"
-    parser.add_argument("--requeue", action="store_true", help=help_text)
+    text = "exit code 75 after an error if this launch saved, 1 after 3 launches that did not"
+    parser.add_argument("--requeue", action="store_true", help=text)
     return parser
 
 
 # ---- this node -----------------------------------------------------------------------------------
 def prepare_environment() -> None:
-    """Set the variables that imports read; remove those of a scheduler and of accelerate.
+    """Set variables that imports read; remove the variables of a scheduler and of accelerate.
 
     The accelerate config sets most variables of accelerate again; the others would shard or compile
     a model although the config does not say so. From here on, printing to a reader that is gone
@@ -467,18 +469,18 @@ def meet_other_nodes(
     has_saved: bool = False,
     **about: Any,
 ) -> None:
-    """Set the network interface, and wait until all nodes have joined and reach each other.
+    """Set the network interface, and wait until all nodes have joined and can reach each other.
 
     Args:
         launch: the settings.
         others: the other launchers, nodes.OtherNodes.
         seconds: how long to wait.
         start: Starts.id; "" for the first start of a launch.
-        has_saved: the run goes on only with other nodes than before.
+        has_saved: the run goes on only if the set of nodes has changed.
         about: more fields of this Node: refusal and has_waited.
 
     Raises:
-        ConfigError: on every node, why no process starts.
+        ConfigError: no process will start; every node gets the reason.
         RunHasEnded: no start follows.
     """
     from . import nodes  # pyright: ignore[reportMissingImports]
@@ -534,8 +536,8 @@ def call(module: str, settings: Config | tuple[str, ...], *, launcher_pid: int) 
 
     Args:
         module: the name of the module.
-        settings: the config or, in a spawned process, its words on the command line: a recipe may
-            open a file, which must happen in this process.
+        settings: the config or, in a spawned process, its command-line arguments: a recipe may open
+            a file, which must happen in this process.
         launcher_pid: the pid of the launcher.
     """
     gc.freeze()  # a collection would copy the memory pages of all that was imported before the fork
@@ -681,7 +683,7 @@ def preflight(launch: Launch, workers: Workers) -> int | None:
 
 @dataclass(frozen=True, kw_only=True)
 class LastStart:
-    """How a start has ended on this node."""
+    """How a start ended on this node."""
 
     id: str
     codes: dict[int, int]  # exit codes of the processes by rank, as they ended
@@ -728,7 +730,7 @@ def run(launch: Launch, workers: Workers, command: str = "") -> Ending:
         memory.report_memory_kill(memory_kills, codes, reported, workers, logs, starts)
         launch = memory.with_next_micro_batch(launch, reported)
         unkilled = {rank: code for rank, code in codes.items() if rank not in workers.killed}
-        # stopped to take in a node, or on another node: the run may go on
+        # stopped to take in a node, or because another node was told to stop: the run may go on
         has_saved = bool(launch.own.min_machines) and {*codes.values()} == {PREEMPTED}
         change = others.change if has_saved and others else ""
         starts.end(unkilled, reported, workers.stop_signal or change)
@@ -770,7 +772,7 @@ def has_failed_elsewhere(
 def end(
     launch: Launch, workers: Workers, starts: Starts, last: LastStart, logs: Path, command: str
 ) -> Ending:
-    """Write the run's status, tell the other nodes, and return how the run has ended."""
+    """Write the run's status, tell the other nodes, and return how the run ended."""
     others = workers.others
     if others and launch.node_rank and workers.stop_signal:
         others.close()  # they may go on without this node
@@ -788,7 +790,7 @@ def end(
         command=command,
         codes=last.codes,
     )
-    # on several nodes, the other ones may be using the folder
+    # on several nodes, other launchers may be using the folder
     if ending.kind == "refused" and not is_new and launch.nodes == 1:
         shutil.rmtree(logs, ignore_errors=True)
     if others:
@@ -862,8 +864,8 @@ def starts_again(
         starts: the starts of this launch.
         workers: the workers of this node.
         codes: exit codes of the processes that ended by themselves, by rank.
-        reported: the failures of the start that has ended.
-        has_saved: the start did not fail, but saved and stopped to go on with other nodes.
+        reported: the failures of the start that ended.
+        has_saved: the start did not fail, but saved and stopped to go on with different nodes.
     """
     others, refusal, has_waited = workers.others, "", False
     if has_saved:
@@ -907,13 +909,13 @@ def starts_again(
             return False
     if not (refusal or has_saved or workers.stop_signal):
         why = ", ".join(f"rank {rank} {how_it_ended(code)}" for rank, code in codes.items())
-        why = why or "another node has failed"
+        why = why or "another node failed"
         print(f"{why}: all processes start again, restart {starts.count}", flush=True)
     return not refusal
 
 
 def report_held_lock(launch: Launch, rank: int, logs: Path | None, starts: Starts) -> Failure:
-    """Write an error file for a process that watchdog.LastResort has ended; return the failure."""
+    """Write an error file for a process that watchdog.LastResort ended; return the failure."""
     stacks = ""
     with suppress(OSError):
         stacks = stacks_file(str(logs or ""), rank).read_text(errors="replace")
@@ -951,7 +953,7 @@ def report_lost_node(launch: Launch, others: Any, starts: Starts) -> Failure:
 
 
 def record_end(logs: Path, workers: Workers, codes: dict[int, int], restarts: int) -> None:
-    """Write launcher.json in the log folder: how the processes of this node have ended."""
+    """Write launcher.json in the log folder: how the processes of this node ended."""
     ended = {
         "exit_codes": codes,
         "killed": workers.killed,

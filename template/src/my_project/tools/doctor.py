@@ -5,8 +5,8 @@
 
 It reads the files of all ranks (docs/run-folder.md describes them), and changes nothing. What a
 file says is marked as known; what only follows from it is marked as likely, with the reason. The
-exit code is 0 if there was something to say, also of a run that is under way or has finished, and 2
-for a folder that is not a run.
+exit code is 0 if there was something to say, even about a running or finished run, and 2 if the
+folder is not a run.
 
 --json prints one object: run, outcome (finished, preempted, running, starting, failed, interrupted,
 unknown), happened, step, steps, time (seconds since 1970), first (null, or an object: rank, host,
@@ -138,7 +138,7 @@ class Start:
     """What is left of the newest start of a run."""
 
     run: Run
-    is_unopened: bool = False  # it has not opened the run, or ended before
+    is_unopened: bool = False  # it has not opened the run folder, or ended before that
     began: float = 0.0  # at the latest, in seconds since 1970; 0: not known
     failures: list[Failure] = field(default_factory=list)  # by time
     hosts: dict[int, str] = field(default_factory=dict)  # by rank, as far as known
@@ -245,9 +245,9 @@ def _tail(path: Path | None) -> str:
 
 # ---- the cause -----------------------------------------------------------------------------------
 def find_cause(start: Start) -> dict[str, Any]:
-    """Return what failed first in a start that has failed: "cause", and what replaces the table.
+    """Return what failed first in a failed start: "cause", and values that override the table.
 
-    The keys are those of an error file, and also: what, says, known, likely, look_at, is_known.
+    The keys are the fields of an error file and what, says, known, likely, look_at, is_known.
     """
     failures = start.failures
     first = first_failure(failures)
@@ -279,7 +279,7 @@ def find_cause(start: Start) -> dict[str, Any]:
 
 
 def _cause_from(failure: Failure, cause: str, **facts: Any) -> dict[str, Any]:
-    """Return a cause with what an error file says; `facts` are added or replace it."""
+    """Return a cause with what an error file says; `facts` add to it or override it."""
     reported = {"rank": failure.rank, "host": failure.host, "step": failure.step, "at": failure.at}
     reported |= {"time": failure.time, "what": failure.reason, "says": str(failure.source)}
     return reported | {"cause": cause, "known": []} | facts
@@ -367,7 +367,7 @@ def _silent_ranks(start: Start, noticed: Failure) -> dict[str, Any]:
 
 
 def _all_wait(start: Start, waiting: list[Failure]) -> dict[str, Any]:
-    """Return the cause if all ranks wait for one another: in the loop, or one in the recipe."""
+    """Return the cause if all ranks wait for one another, all in the loop or one in the recipe."""
     known = _waited(start, waiting)
     kind = "mismatched collectives" if len(known) > 1 else "hang"
     modules = str(start.run.settings.get("recipe")).split(".")
@@ -433,14 +433,14 @@ def slow_rank(records: list[dict[str, Any]]) -> list[str]:
 
 
 def check_findings(records: list[dict[str, Any]]) -> list[str]:
-    """Return what the checks have found in the run, each with the first step at which they did."""
+    """Return what the checks found in the run, each with the first step at which they found it."""
     steps = {str(one["problem"]): one["step"] for one in reversed(records) if "problem" in one}
     firsts = sorted(steps.items(), key=lambda item: item[1])[:5]
     return [f"from step {step} on: {problem}" for problem, step in firsts]
 
 
 def lowered_micro_batch(folder: Path) -> list[str]:
-    """Return a sentence with the size to which the launcher has lowered micro-batches, if any."""
+    """Return a sentence with the size to which the launcher lowered micro-batches, if any."""
     size = next((start.get("micro_batch_size") for start in reversed(each_start(folder))), None)
     why = "since larger micro-batches did not fit in memory (starts.jsonl)"
     return [f"batches.micro_batch_size was lowered to {size}, {why}"] if size else []
@@ -527,8 +527,8 @@ def _happened(start: Start, outcome: str, now: float, locked: bool | None) -> st
     idle = max(0.0, now - max(start.began, run.last_record_time))
     text += f", the last record is {format_seconds(idle)} old"
     if idle > limit:
-        text += f". That is long: the watchdog ends a run after {limit} s without progress, and"
-        text += " later at the start, in evaluations and in saves"
+        text += f". That is long: the watchdog ends a run after {limit} s without progress"
+        text += " (more at startup, in evaluations and in saves)"
     unknown = ". Whether its processes still run is not known: this file system has no locks"
     return text + unknown * (locked is None)
 
@@ -538,7 +538,7 @@ def _values(start: Start, cause: dict[str, Any]) -> dict[str, Any]:
     setting, environment = start.run.settings.get, start.run.info.environment
     job = environment.get("SLURM_JOB_ID")
     workers = setting("batches.workers", 0)
-    workers = "one less than the CPUs" if workers is None else workers
+    workers = "one fewer than the CPUs" if workers is None else workers
     micro = setting("batches.micro_batch_size") or "as large as it can be"
     # on a CPU, the activations are in host memory too
     is_on_cpu = str(environment.get("CUDA_VISIBLE_DEVICES")).startswith("-1")
