@@ -51,7 +51,7 @@ class StepReport(NamedTuple):
     loss_sum: float
     num_items: float  # examples or tokens, as the recipe counts them
     stop_votes: float  # number of ranks that have been asked to stop
-    save_votes: float  # 1 if a save by time is due on rank 0
+    save_votes: float  # 1 if a time-based save is due on rank 0
     scalars: dict[str, float]  # sums of the recipe's scalars, by name
     own_seconds: float = 0.0  # of this rank, until it needs the other ranks
 
