@@ -181,10 +181,10 @@ def test_a_step_that_was_trained_again_is_evaluated_again(run, finished, tmp_pat
 
 
 def test_what_cannot_be_followed_is_one_sentence(run, tmp_path):
-    with pytest.raises(ConfigError, match=r"export is not a run that has begun; give the run"):
+    with pytest.raises(ConfigError, match=r"no run has begun in .*export; give the folder of"):
         follow_folder(run.folder / "export")
     with follow.Evaluations(given=str(run.folder), run=run.folder, config=run) as results:
-        with pytest.raises(RuntimeError, match=r"TransientError: another process follows .*: end"):
+        with pytest.raises(RuntimeError, match=r"TransientError: another process is .*: end"):
             run_world(1, follow_folder, run.folder)
         os.rename(run.folder / "evaluations.jsonl", tmp_path / "aside")  # as --resume never does
         with pytest.raises(TransientError, match="was moved, removed or started over"):

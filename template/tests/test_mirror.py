@@ -375,7 +375,7 @@ def test_another_run_of_the_name_is_refused_and_never_moves_it_aside(tmp_path, u
     before = tree_of(at_mirror(config))
     lose_disk(config)
     assert run_world(1, train_with, "none 0 0", change(config, checkpoints__mirror=None)) == [0]
-    with pytest.raises(ConfigError, match=r"holds another run .* than .*here"):
+    with pytest.raises(ConfigError, match=r"holds run .*, but .*here holds run "):
         download.fetch_from_mirror(config)
     assert run_world(1, train_with, "none 0 0", change(config, resume="never")) == [0]
     assert_same_run(config, uninterrupted)

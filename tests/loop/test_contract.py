@@ -102,7 +102,7 @@ class Wrong(Ragged):
     ("method", "wrong", "sentence"),
     [
         ("prepare_data", "no data_info", "returned nothing, not a dict"),
-        ("prepare_data", "numpy", "returned what is not plain JSON (Object of type int64"),
+        ("prepare_data", "numpy", "did not return plain JSON (Object of type int64"),
         ("build_datasets", "one set", "; it must return the training set, and a dict"),
         ("build_datasets", "two sets", "; it must return the training set, and a dict"),
         ("build_datasets", "three sets", "; it must return the training set, and a dict"),

@@ -151,8 +151,8 @@ def test_changes_over_the_limit_are_told_and_not_cut(repository, tmp_path, caplo
     (repository / "team/src/my_project/provenance.py").write_text(changed)
     keep(config, "a.0")
     assert "code.patch" not in kept_in(config.folder, "a.0")["files"]
-    assert "more than the 1 MB" in kept_in(config.folder, "a.0")["not_kept"]
-    assert "more than the 1 MB" in caplog.text
+    assert "exceed the 1 MB limit" in kept_in(config.folder, "a.0")["not_kept"]
+    assert "exceed the 1 MB limit" in caplog.text
     clone = brought_back(repository, config.folder, "a.0", tmp_path / "clone")
     assert (clone / "team/src/my_project/provenance.py").read_text() == changed
 

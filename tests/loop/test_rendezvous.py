@@ -178,7 +178,7 @@ def test_a_spare_takes_the_place_of_a_node_that_has_left(capsys):
     with started(*map(elastic, range(4))) as (_, everyone, pool):
         assert [member.rank for member in everyone[0].members] == [0, 1, 2]
         assert not wait_until(lambda: everyone[0].have_failed or everyone[0].newcomer, 0.5)
-        assert "waits until a node is missing" in capsys.readouterr().out
+        assert "will wait until a node is missing" in capsys.readouterr().out
         everyone[2].close()
         assert wait_until(lambda: not everyone[0].have_failed and everyone[0].newcomer, 5)
         assert meet_again(pool, everyone, elastic(0), elastic(1)) == ["host0 host1 host3"] * 2

@@ -248,7 +248,7 @@ def test_a_lane_that_ends_is_refused(tmp_path, workers):
     [
         ({"recipe__lanes": 5}, "5 lanes must divide"),
         ({"recipe__lanes": 2}, "2 lanes must divide .* 1 process, .*micro_batch_size can be 8, 16"),
-        ({"recipe__lanes": 5}, "5 lanes must divide .* choose another number of lanes"),
+        ({"recipe__lanes": 5}, "5 lanes must divide .* choose a different number of lanes"),
         ({"steps": None, "epochs": 2.0}, "a stream has no length"),
     ],
 )

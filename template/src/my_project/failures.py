@@ -50,7 +50,7 @@ SENTENCES = {
     "device error": re.compile("device-side assert|illegal memory access|CUDA error"),
     # torch's allocator for the CPU, fork, and C++
     "out of host memory": re.compile("[Cc]an(no|')t allocate memory|std::bad_alloc"),
-    # torch's DataLoader, when its queue fails or a child has ended by a signal
+    # torch's DataLoader, when its queue fails or a signal has killed a child
     "loader worker": re.compile("DataLoader worker .*(exited unexpectedly|killed by signal)"),
     # gloo and NCCL
     "lost contact": re.compile("gloo/transport|Connection (closed|reset) by peer|NCCL"),
@@ -126,7 +126,7 @@ class Failure:
 
 # ---- the root cause ------------------------------------------------------------------------------
 def first_failure(failures: list[Failure]) -> Failure | None:
-    """Return the failure that most likely caused the others; None without one.
+    """Return the failure that most likely caused the others; None if there are none.
 
     If all ranks skipped too many steps, it is a rank whose own loss was not finite.
 
@@ -252,7 +252,7 @@ def _is_semaphore_error(error: BaseException) -> bool:
 
 # ---- error files ---------------------------------------------------------------------------------
 def exception_failure(error: BaseException) -> Failure:
-    """Return the failure that an exception is; the run adds what it knows (step, launch)."""
+    """Return an exception as a failure; the run adds what it knows (step, launch)."""
     cause, reason = exception_cause(error), exception_reason(error)
     if cause in ("setting", "not finite"):
         reason = str(error)
@@ -261,7 +261,7 @@ def exception_failure(error: BaseException) -> Failure:
     elif cause == "loader worker":
         reason = f"a loader worker exited, perhaps killed for lack of memory ({reason})"
     elif cause == "full shared memory":
-        reason = f"/dev/shm is full ({reason}): make it larger, or set fewer batches.workers"
+        reason = f"/dev/shm is full ({reason}): make it larger, or lower batches.workers"
     would_repeat = cause == "exception" and not is_transient(error)
     failure = record(
         reason=reason,

@@ -128,7 +128,7 @@ def from_object(kind: type[T], content: Any, *, is_strict: bool = True) -> T:
     Args:
         kind: the dataclass.
         content: the object, which may be damaged or untrusted.
-        is_strict: refuse a field of another type; otherwise it gets its default.
+        is_strict: refuse a field of a different type; otherwise it gets its default.
 
     Raises:
         TypeError: it is not an object, or lacks a field that has no default.
@@ -148,7 +148,7 @@ def convert(value: Any, hint: Any) -> Any:
     """Return a value of a JSON file as a type: a list as a tuple, an object as a dataclass.
 
     Raises:
-        TypeError: it has another type.
+        TypeError: it has a different type.
     """
     kind, parts = get_origin(hint) or hint, get_args(hint)
     if kind is UnionType:
@@ -235,8 +235,8 @@ def check_temporary_folder(*, has_workers: bool) -> None:
     length, limit = len(os.fsencode(folder)), SOCKET_BYTES - len(SOCKET)
     if has_workers and length > limit:
         raise ConfigError(
-            f"the folder for temporary files has a path of {length} bytes ({folder}), but may have"
-            f" {limit} with loader workers: set TMPDIR to another, or batches.workers to 0."
+            f"the folder for temporary files has a path of {length} bytes ({folder}); the limit is"
+            f" {limit} with loader workers: set TMPDIR to a shorter one, or batches.workers to 0."
         )
 
 
@@ -260,7 +260,7 @@ def read_yaml(path: Path, *, follow: bool = True) -> dict[str, Any]:
         text = read_own(path, follow=follow, most=MAX_YAML_BYTES).decode()
         aliases = sum(isinstance(e, yaml.AliasEvent) for e in yaml.parse(text, loader))
         if aliases > MAX_YAML_ALIASES:
-            raise ValueError(f"it has {aliases} aliases, but may have {MAX_YAML_ALIASES}")
+            raise ValueError(f"it has {aliases} aliases; the limit is {MAX_YAML_ALIASES}")
         settings = yaml.load(text, loader) or {}
     except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
         raise ConfigError(f"{path} cannot be read: {' '.join(str(error).split())}.") from error
@@ -286,7 +286,7 @@ def code_digest(recipe: object) -> str:
     hashes = [
         (path.name, hashlib.sha256(path.read_bytes()).hexdigest())
         for path in paths
-        if path.is_file()  # not a broken link, by which an editor locks a file
+        if path.is_file()  # not a broken link, with which an editor locks a file
     ]
     return hashlib.sha256(str(sorted(hashes)).encode()).hexdigest()[:8]
 

@@ -47,11 +47,11 @@ def follow_run(arguments: argparse.Namespace, output: Any = None) -> int:
 
     Raises:
         ConfigError: the folder is not a run, or its checkpoints do not fit the model.
-        TransientError: another process follows the run, or the run was started over.
+        TransientError: another process is following the run, or the run was started over.
     """
     run = local_folder(arguments.folder)
     if not (run / "run.json").is_file():
-        raise ConfigError(f"{run} is not a run that has begun; give the run folder of one.")
+        raise ConfigError(f"no run has begun in {run}; give the folder of one that has.")
     config = weights.config_beside(run, arguments.trust, run)
     check_launch(config)
     with Evaluations(given=arguments.folder, run=run, config=config) as results:
@@ -167,7 +167,7 @@ class Evaluations:
     def __enter__(self) -> "Evaluations":
         """Lock and read the file, and drop a last line that a kill has cut off.
 
-        It stays open: --resume never moves it aside with its run, so lines of that run follow it.
+        It stays open: if `--resume never` moves it aside with its run, that run's lines follow.
 
         Raises:
             ConfigError: the file cannot be written to.
@@ -183,9 +183,9 @@ class Evaluations:
             fcntl.lockf(self.file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             self.file.close()
-            raise TransientError(f"another process follows {self.run}: end it first.") from None
+            raise TransientError(f"another process is following {self.run}: end it.") from None
         except OSError:  # storage without locks
-            logger.warning("%s has no file locks: follow it only once", self.run)
+            logger.warning("%s has no file locks: start only one follower", self.run)
         self.file.seek(0)
         content = self.file.read()
         whole = content[: content.rfind(b"\n") + 1]
@@ -202,7 +202,7 @@ class Evaluations:
         """Return the oldest checkpoint without a line, if any, and whether the run has finished.
 
         Raises:
-            TransientError: the run was started over, so its config may be another one.
+            TransientError: the run was started over, so its config may differ.
         """
         fetch_next(self.given, self._is_new)  # from a mirror
         is_here = False

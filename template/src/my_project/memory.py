@@ -2,8 +2,8 @@
 
 The launcher starts all processes again with it (launching/memory.py); without that launcher, the
 error names it. The global batch stays the same, and so does the curve, except for dropout. A saved
-step counts, not the first step: an optimizer allocates its state in that, so often only the second
-one does not fit.
+step counts, not the first, in which the optimizer allocates its state: often only the second does
+not fit.
 """
 
 from collections.abc import Iterator
@@ -40,7 +40,7 @@ class Smaller:
 def memory_explained(
     accelerator: Accelerator, run: Run, layout: BatchLayout, model: nn.Module, train_set: Any
 ) -> Iterator[None]:
-    """Add to an error for lack of memory what to do about it.
+    """Add to an out-of-memory error what to do about it.
 
     A lack of host memory counts if the CPU trains, but not in a loader worker: fewer workers help
     there, and `loader worker` is a cause of its own.
@@ -61,7 +61,7 @@ def memory_explained(
 
 
 def _explain(error: Exception, run: Run, smaller: Smaller) -> None:
-    """Add the advice to an error, and the facts that its error file has for the launcher."""
+    """Add the advice to an error, and the facts that its error file states for the launcher."""
     codes = [frame.f_code for frame, _ in walk_tb(error.__traceback__)]
     size = run.config.evaluation.batch_size
     if Checkpoints.save.__code__ in codes:  # a save does not depend on the micro-batch
@@ -82,7 +82,7 @@ def smaller_micro_batch(run: Run, layout: BatchLayout, model: nn.Module, train_s
     if not sizes:
         return Smaller(
             advice=f"batches.micro_batch_size cannot be less than {size} here, where the global"
-            f" batch has {total} samples: save memory by --precision bf16,"
+            f" batch has {total} samples: save memory with --precision bf16,"
             " --distributed.activation_checkpointing true, or FSDP2."
         )
     if why := _why_the_curve_would_change(run, model):

@@ -117,7 +117,7 @@ def garbage_collected_at_records() -> Iterator[None]:
         gc.unfreeze()  # otherwise C++ modules report frozen objects as leaked at exit
 
 
-HELD_SECONDS = 30.0  # a watchdog that has not reported so long after its limit is itself stuck
+HELD_SECONDS = 30.0  # a watchdog that has not reported this long after its limit is itself stuck
 
 
 def stacks_file(logs: str, rank: int) -> Path:
@@ -258,7 +258,7 @@ class Launcher:
         self.ends_process = True  # False in the training loop, which saves first (StopRequest)
         self.leave_at = float("inf")  # when this process exits after a stop signal; monotonic
         self.stop_signal = ""  # the name of the first signal that told this process to stop
-        self._signals = -1  # a pipe; Python writes the number of each signal with a handler to it
+        self._signals = -1  # a pipe to which Python writes the number of each handled signal
         self._pipe: list[int] = []  # readable once the parent has ended
 
     @property

@@ -2,8 +2,8 @@
 
     starts/<launch>/           for a start whose code differs from that of earlier ones
       start.json               Kept
-      code.patch               changes to the commit and untracked files, for `git apply`
-      sources.zip              code that git does not have; without git, all of it
+      code.patch               changes since the commit, and untracked files, for `git apply`
+      sources.zip              code that git does not contain; without git, all of it
       requirements.txt         the imported distributions, for pip
       same_code.txt            later starts that ran the same code, a line each
 
@@ -65,7 +65,7 @@ class Origin:
     """The code and config that wrote a checkpoint or an export."""
 
     run: str = ""
-    start: str = ""  # the folder in starts/ that has the code; "" if it was not kept
+    start: str = ""  # the folder in starts/ that contains the code; "" if it was not kept
     commit: str | None = None
     code: str = ""  # modules_digest
     packages: dict[str, str] = field(default_factory=dict)  # imported distributions
@@ -104,7 +104,7 @@ def source_hash(file: str | Path | None) -> str | None:
 
 def modules() -> list[Path]:
     """Return the project's modules."""
-    # without broken links, which editors use to lock a file
+    # except broken links, which editors use to lock a file
     return sorted(path for path in Path(__file__).parent.rglob("*.py") if path.is_file())
 
 
@@ -118,7 +118,7 @@ def modules_digest(config: Config) -> str:
 def installed(source: str | None = None) -> dict[str, str]:
     """Return the versions of the packages that the loop and the recipe import.
 
-    A package whose module has another name is listed by the module's: cv2, PIL.
+    A package whose module has a different name is listed under the module's: cv2, PIL.
     """
     versions = {}
     for name in (*RECORDED_PACKAGES, *imports_of(source)):
@@ -172,7 +172,7 @@ def provenance(source: str | None = None) -> dict[str, Any]:
 
 
 def _launcher() -> list[str]:
-    """Return the command of the launcher that started this process; [] without one."""
+    """Return the command of the launcher that started this process; [] if none did."""
     import psutil
 
     with suppress(psutil.Error):
@@ -184,7 +184,7 @@ def _launcher() -> list[str]:
 
 
 def _git(folder: Path, *arguments: str, **variables: str) -> str | None:
-    # in a hook, git's variables name another repository
+    # in a hook, git's variables name a different repository
     others = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}
     try:
         return subprocess.run(
@@ -202,7 +202,7 @@ def _git(folder: Path, *arguments: str, **variables: str) -> str | None:
 
 # ---- the code of a start -------------------------------------------------------------------------
 def keep_code(run_folder: Path, config: Config, run: str, start: str) -> Origin:
-    """Keep the code that this start runs in starts/, unless an earlier start has kept the same.
+    """Keep in starts/ the code that this start runs, unless an earlier start has kept the same.
 
     Called by rank 0, before there are loader workers: a fork would inherit the pipes to git.
 
@@ -274,7 +274,7 @@ def code_that_runs(config: Config, kept: Kept) -> tuple[Kept, dict[str, bytes]]:
     contents = {"code.patch": os.fsencode(patch), "sources.zip": archive}
     contents = {name: content for name, content in contents.items() if content}
     if (size := sum(map(len, contents.values()))) > MOST_BYTES:
-        problem = f"it has {size / 1e6:.1f} MB, more than the {MOST_BYTES / 1e6:.0f} MB to keep"
+        problem = f"it is {size / 1e6:.1f} MB, over the limit of {MOST_BYTES / 1e6:.0f} MB"
         kept, contents = replace(kept, not_kept=problem), {}
     hashes = {name: hashlib.sha256(content).hexdigest() for name, content in contents.items()}
     return replace(kept, files=hashes, masked=tuple(sorted(masked | masked_in_archive))), contents
@@ -309,7 +309,7 @@ def _in_git(kept: Kept, top: Path, sources: dict[Path, str]) -> Kept:
     Args:
         kept: what is known so far.
         top: the repository's top folder.
-        sources: the result of _sources; a path without the name at its end is on the search path.
+        sources: the result of _sources; each .py path, minus its name, is on the search path.
     """
     here = Path.cwd().resolve()
     roots = {Path(str(p).removesuffix(name)) for p, name in sources.items() if p.suffix == ".py"}
@@ -333,7 +333,7 @@ def _in_git(kept: Kept, top: Path, sources: dict[Path, str]) -> Kept:
 
 
 def _changes(top: Path, sources: Iterable[Path]) -> tuple[str, set[Path], str]:
-    """Return a patch against the commit, the files that it or the commit has, and a problem.
+    """Return a patch against the commit, the files that it or the commit contains, and a problem.
 
     Untracked files of the package are added to a copy of the index, never to the user's own.
     """
@@ -361,10 +361,10 @@ def _changes(top: Path, sources: Iterable[Path]) -> tuple[str, set[Path], str]:
         tracked = git("ls-files", "-z", "--", *paths)
     is_large = size > MOST_CHANGED_BYTES or len(os.fsencode(patch)) > MOST_BYTES
     if is_large or answer is None:
-        problem = f"git did not list the changes to the commit within {GIT_SECONDS:.0f} s"
+        problem = f"git did not list the changes since the commit within {GIT_SECONDS:.0f} s"
         if is_large:
             size_text = f"{MOST_BYTES / 1e6:.0f} MB"
-            problem = f"the changes to the commit are more than the {size_text} to keep"
+            problem = f"the changes since the commit exceed the {size_text} limit"
         return "", set(), f"{problem}, so only the modules of {PACKAGE} and the recipe are kept"
     return patch, {top / name for name in (tracked or "").split("\0")}, ""
 
@@ -425,7 +425,7 @@ def _archive(sources: dict[Path, str]) -> tuple[bytes, set[str]]:
 
 # ---- packages ------------------------------------------------------------------------------------
 def imported_distributions() -> dict[str, Distribution]:
-    """Return the distributions with an imported module, by name, without the project's own.
+    """Return the distributions with an imported module, by name, except the project's own.
 
     importlib.metadata.packages_distributions takes about three times as long.
     """

@@ -42,7 +42,7 @@ HOST_CAUSES = ("lost node", "device error")  # a scheduler can avoid them by lea
 REPORT_SECONDS = 5.0  # it was ended by a signal, and no restart follows: the others may report
 EXIT_SECONDS = 1.0  # it has exited, and reported why
 SAVE_SECONDS = 10.0  # a checkpoint is being written
-STUCK_LAUNCHES = 3  # after so many launches without a newer checkpoint, the scheduler gives up
+STUCK_LAUNCHES = 3  # after this many launches without a newer checkpoint, the scheduler gives up
 
 
 class RunHasEnded(Exception):
@@ -109,7 +109,7 @@ class Starts:
         return read_info(self.folder).launch.startswith(f"{self.launch}.")
 
     def may_kill(self, codes: dict[int, int | None], seconds: float) -> bool:
-        """Return whether the processes that still run can be killed.
+        """Return whether the processes that are still running can be killed.
 
         Args:
             codes: exit codes by rank; None: still running.
@@ -171,7 +171,7 @@ class Starts:
     def begin(self) -> None:
         """Prepare the line of a start, which is written once the start has begun the run.
 
-        Until then, --resume never may not have moved the old run folder aside.
+        Until then, the old run folder may still be in place (--resume never).
         """
         if self.about:
             line = {"event": "start", "id": self.id, "launch": self.launch, "attempt": self.count}
@@ -184,7 +184,7 @@ class Starts:
         Args:
             codes: exit codes of the processes that ended by themselves, by rank.
             failures: the error files of this start on this node.
-            stop: the stop signal, or why the run goes on with other nodes; "" without either.
+            stop: the stop signal, or why the run goes on with different nodes; "" if neither.
         """
         began, self._began = self._began, time.time()  # a restart begins now
         if not self.about:
@@ -252,7 +252,7 @@ def progress(folder: Path, began: float, status: Status, steps: list[int]) -> di
         folder: the run folder.
         began: when the start began, in seconds since 1970.
         status: the content of status.json.
-        steps: the steps that the error files of the start name.
+        steps: the steps named in the start's error files.
     """
     last = last_record(folder)
     if last.get("time", 0) >= began:
@@ -304,5 +304,5 @@ def requeue(folder: Path, steps: list[int], code: int) -> tuple[int, str]:
     tries = 1 if code == 1 else STUCK_LAUNCHES
     if len(steps) >= tries and steps[-tries] >= (-1 if newest is None else newest):
         reason += f"; launches that wrote no newer one: {tries}"
-        return 1, f"the run is not to be started again: {reason}"
-    return PREEMPTED, f"the run is to be started again: {reason}"
+        return 1, f"do not start the run again: {reason}"
+    return PREEMPTED, f"start the run again: {reason}"

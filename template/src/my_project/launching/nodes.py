@@ -90,7 +90,7 @@ def parse_node(message: dict[str, Any]) -> Node:
 
 # ---- network interfaces --------------------------------------------------------------------------
 def interfaces() -> dict[str, str]:
-    """Return the IP address of each network interface, without loopback."""
+    """Return the IP address of each network interface, except loopback."""
     ip_by_name: dict[str, str] = {}
     for name, addresses in psutil.net_if_addrs().items():
         for address in addresses:
@@ -170,7 +170,7 @@ class OtherNodes:
         self._address, self._port = address, port
         self._lost_seconds, self._node_0_seconds = lost_seconds, node_0_seconds
         self._deadline = 0.0  # until which node 0 waits for others
-        self._is_waiting = False  # this node is a spare or a newcomer, and others train
+        self._is_waiting = False  # this node is a spare or a newcomer, and others are training
         self._server: socket.socket | None = None  # on node 0
         self._connections: list[_Connection] = []  # the oldest first
         self._problem: ConfigError | None = None  # why no node can start
@@ -183,7 +183,7 @@ class OtherNodes:
         Args:
             me: this node.
             seconds: how long to wait for all nodes, or for node 0.
-            has_saved: the run saved and stopped: it goes on with other nodes than before, or ends.
+            has_saved: the run saved and stopped: it goes on with different nodes, or ends.
 
         Raises:
             ConfigError: on every node, what is wrong and what to do; a TransientError if the same
@@ -226,7 +226,7 @@ class OtherNodes:
 
     @property
     def change(self) -> str:
-        """Return, on node 0, why a saved run goes on with other nodes; "" if it does not."""
+        """Return, on node 0, why a saved run goes on with different nodes; "" if it does not."""
         return "node left" if self.has_left else self.newcomer and "node came"
 
     def tell_failure(self) -> None:
@@ -311,8 +311,8 @@ class OtherNodes:
             if not may_be_own_address(self._address):
                 say(
                     f"{me.host} was started as node 0, but --main_process_ip {self._address} is not"
-                    " an address of this host: if it belongs to another host, give this one another"
-                    " --machine_rank."
+                    " an address of this host: if it belongs to another host, give this one a"
+                    " different --machine_rank."
                 )
             self._server = _listen(me, self._port)
             self._server.setblocking(False)
@@ -361,11 +361,11 @@ class OtherNodes:
                 connection.socket.close()
 
     def _end_if_saved(self, me: Node, chosen: "list[_Connection]", *, has_changed: bool) -> None:
-        """End a run that was stopped, unless it can go on with other nodes than before."""
+        """End a run that was stopped, unless it can go on with different nodes."""
         if has_changed and 1 + len(chosen) >= me.required_nodes:
             return
         if has_changed:
-            left = f"{1 + len(chosen)} of {me.nodes} nodes left"
+            left = f"{1 + len(chosen)} of {me.nodes} nodes remain"
             say(f"the run ends: {left}, fewer than --min_machines {me.required_nodes}")
         self.close(PREEMPTED)
         raise RunHasEnded(PREEMPTED)
@@ -382,7 +382,7 @@ class OtherNodes:
         )
 
     def _gather(self, me: Node, seconds: float, has_saved: bool) -> None:
-        """Wait until all expected nodes have joined, for at most so many seconds."""
+        """Wait until all expected nodes have joined, for at most `seconds`."""
         began = time.monotonic()
         self._deadline, say_at = began + seconds, began + SAY_SECONDS
         while (now := time.monotonic()) < self._deadline:
@@ -407,18 +407,18 @@ class OtherNodes:
                 print(f"waiting for {self._missing(me)}", flush=True)
 
     def _ready(self) -> "list[_Connection]":
-        """Return the nodes that wait for the next start, by rank; the oldest one of each rank."""
+        """Return the nodes waiting for the next start, by rank; the oldest one of each rank."""
         oldest: dict[int, _Connection] = {}
         for connection in self._connections:
             oldest.setdefault(connection.node.rank, connection)
         return [oldest[rank] for rank in sorted(oldest) if oldest[rank].is_ready]
 
     def _why_wait(self) -> str:
-        """Return why a node has to wait while others train."""
-        trains = f"the run trains on {len(self.members)} of {self.members[0].nodes} nodes: "
+        """Return why a node has to wait while others are training."""
+        trains = f"the run is training on {len(self.members)} of {self.members[0].nodes} nodes: "
         if self.newcomer:
-            return f"{trains}it saves, then goes on with this node too"
-        return f"{trains}this one waits until a node is missing"
+            return f"{trains}it will save, then go on with this node too"
+        return f"{trains}this one will wait until a node is missing"
 
     def _missing(self, me: Node) -> str:
         """Return the names of the nodes that have not joined: nodes 1, 5 of 8."""
@@ -427,7 +427,7 @@ class OtherNodes:
         return f"node{'s' * (len(ranks) > 1)} {', '.join(ranks)} of {me.nodes}"
 
     def _missing_problem(self, chosen: "list[_Connection]", seconds: float) -> ConfigError | None:
-        """Return an error with the missing nodes if there are too few; None otherwise."""
+        """Return an error naming the missing nodes if too few joined; None otherwise."""
         me = self._me
         if 1 + len(chosen) >= me.required_nodes:
             return None
@@ -517,7 +517,7 @@ class OtherNodes:
                 answer = self._ask(me, deadline)
                 if not (answer.get("may_return") and self._node_0_seconds):
                     break
-            # node 0 has not started, is restarting, or runs another version
+            # node 0 has not started, is restarting, or runs a different version
             except (OSError, ValueError, TypeError, LookupError) as error:
                 failure = error
             self.close()
@@ -540,7 +540,7 @@ class OtherNodes:
             raise kind(printable(answer["error"]))
 
     def _ask(self, me: Node, deadline: float) -> dict[str, Any]:
-        """Ask node 0 to take part in the next start; return its last answer when that begins."""
+        """Ask node 0 for a place in the next start; return its last answer when that begins."""
         if not self._connections:
             node_0 = socket.create_connection((self._address, self._port), CONNECT_SECONDS)
             self._connections = [_Connection(node_0, self._lost_seconds)]
@@ -597,8 +597,8 @@ def _listen(me: Node, port: int) -> socket.socket:
         )
     except OSError as error:
         raise TransientError(
-            f"port {port} cannot be opened on {me.host} ({error.strerror}): another run may use it;"
-            " give all nodes another --main_process_port."
+            f"port {port} cannot be opened on {me.host} ({error.strerror}): another run may be"
+            " using it; give all nodes a different --main_process_port."
         ) from error
 
 
@@ -606,12 +606,12 @@ class _Connection:
     """A connection to another node that carries messages, one line of JSON each."""
 
     def __init__(self, connection: socket.socket, lost_seconds: float) -> None:
-        """Have the kernel close it when the other host has not answered for so many seconds."""
+        """Have the kernel close it when the other host has not answered for `lost_seconds`."""
         self.socket = connection
         self.node = NOBODY  # the node at the other end, once it has described itself
         self.inbox: deque[dict[str, Any]] = deque()
         self.is_member = False  # the node takes part in the current start
-        self.is_ready = False  # the node waits for the next start
+        self.is_ready = False  # the node is waiting for the next start
         self.is_refused = False  # the node cannot take part in the next start
         self.is_closed = False
         self.is_lost = False  # the kernel has closed it, since the other host does not answer

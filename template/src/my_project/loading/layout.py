@@ -1,7 +1,7 @@
 """How a global batch is divided into micro-batches, and how many steps a run has.
 
 Micro-batch m of a step goes to rank m % world size. Where the world size does not divide their
-number, some ranks have one less: they repeat their first one without weight, since DDP and FSDP2
+number, some ranks have one fewer: they repeat their first with weight 0, since DDP and FSDP2
 need the same number of forward and backward passes on every rank.
 """
 

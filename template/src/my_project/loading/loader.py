@@ -118,7 +118,7 @@ def has_getitems(data: Any) -> bool:
 
 
 def tell_epoch(data: Any, epoch: int, seed: int) -> None:
-    """Call the `set_epoch` of a dataset, if it has one and was last told another epoch.
+    """Call the `set_epoch` of a dataset, if it has one and was last told a different epoch.
 
     Random numbers that it draws depend on the epoch. The epoch is kept in the dataset, which
     training and evaluations may share, and of which each loader worker has a copy.
@@ -205,7 +205,7 @@ def on_device(batches: Iterable[Any], device: torch.device) -> Iterator[Any]:
 
 # ---- the processes that load data ----------------------------------------------------------------
 def cpus_per_process() -> float:
-    """Count the CPUs that this process may use, by affinity and by the container's quota."""
+    """Count the CPUs that this process may use, from its affinity and the container's quota."""
     cpus: float = os.cpu_count() or 1
     if hasattr(os, "sched_getaffinity"):
         cpus = len(os.sched_getaffinity(0))
@@ -218,8 +218,8 @@ def cpus_per_process() -> float:
 def ignore_signals_except_parents(_: int) -> None:
     """Ignore signals in a loader worker: the training process handles them.
 
-    Except a SIGTERM from the parent, by which it ends its workers. If the parent ends without
-    sending one (killed, os._exit), the kernel kills the worker, which could hang otherwise.
+    A SIGTERM from the parent still ends the worker. If the parent ends without sending one (killed,
+    os._exit), the kernel kills the worker, which could hang otherwise.
     """
     prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -291,7 +291,7 @@ def check_sendable(batch: Any) -> None:
         return
     try:
         _TrialPickler(io.BytesIO()).dump(batch)
-    except Exception as error:  # what pickle raises has many types
+    except Exception as error:  # pickle raises exceptions of many types
         raise ConfigError(
             f"a loader worker cannot send what the dataset or collate returned: {error}; return"
             " tensors, numbers, strings, or lists and dictionaries of these, or set batches.workers"

@@ -42,7 +42,7 @@ def prepare_data(config: Config) -> dict[str, Any]:
     try:
         return dict(json.loads(json.dumps(data_info)))
     except (TypeError, ValueError) as error:
-        problem = f"returned what is not plain JSON ({error}): convert it, by int(x) or x.tolist()."
+        problem = f"did not return plain JSON ({error}): convert it with int(x) or x.tolist()."
         refuse(recipe, "prepare_data", problem)
 
 

@@ -80,7 +80,7 @@ class Permutation:
 
 
 def _mix(numbers: np.ndarray) -> np.ndarray:
-    """Mix the bits of each number: any of them changes about half of all."""
+    """Mix the bits of each number: flipping one flips about half of them."""
     numbers = (numbers ^ numbers >> np.uint64(30)) * np.uint64(0xBF58476D1CE4E5B9)
     numbers = (numbers ^ numbers >> np.uint64(27)) * np.uint64(0x94D049BB133111EB)
     return numbers ^ numbers >> np.uint64(31)
@@ -141,7 +141,7 @@ class SampleSeeds:
         self.torch_state: Any = None  # before samples that are read together
 
     def each(self, keys: Iterable[tuple[Any, int]]) -> Iterator[int]:
-        """Seed the generators for each sample, by derive_seed(seed, "sample", epoch, index).
+        """Seed the generators for each sample, with derive_seed(seed, "sample", epoch, index).
 
         Args:
             keys: a micro-batch, as (epoch, index); the epoch may be a lane, or an evaluation.

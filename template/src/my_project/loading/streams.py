@@ -38,7 +38,7 @@ def steps_of_stream(config: Config, stream: Any, layout: BatchLayout) -> int:
                 f"with these lanes and {processes(layout.world_size)}, batches.micro_batch_size can"
                 f" be {sizes}."
                 if sizes
-                else "choose another number of lanes."
+                else "choose a different number of lanes."
             )
         )
     if config.steps is None:
@@ -104,10 +104,10 @@ class LaneReader(IterableDataset):
 
 
 def plain(state: Any) -> Any:
-    """Copy the state of a lane by JSON; refuse one that JSON changes, as a checkpoint would."""
+    """Copy a lane's state via JSON; refuse one that JSON, and so a checkpoint, would change."""
     copied = json.loads(json.dumps(state))
     if copied != state:
-        raise ValueError("state_dict must return plain JSON: no tuple, NaN, or key but a string")
+        raise ValueError("state_dict must return plain JSON: no tuples, NaNs or non-string keys")
     return copied
 
 
@@ -146,7 +146,7 @@ class StreamBatches:
         per_micro_batch = data.lanes // layout.micro_batches
         own = range(accelerator.process_index, layout.micro_batches, layout.world_size)
         self.lanes = [range(m * per_micro_batch, (m + 1) * per_micro_batch) for m in own]
-        if len(states) != data.lanes:  # the stream had other lanes, or no states
+        if len(states) != data.lanes:  # the stream had a different number of lanes, or no states
             states = [None] * data.lanes
         # the states of this rank's lanes after the last micro-batch
         self.states = {i: states[i] for lanes in self.lanes for i in lanes if states[i] is not None}

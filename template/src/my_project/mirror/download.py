@@ -1,4 +1,4 @@
-"""Fetch what a mirror has of a run and its folder lacks, before a start or for a command."""
+"""Fetch from a run's mirror what its folder lacks, before a start or for a command."""
 
 import hashlib
 import logging
@@ -48,13 +48,13 @@ logger = logging.getLogger(__name__)
 
 
 def fetch_from_mirror(config: Config) -> None:
-    """Fetch what the mirror has of a run and its folder lacks, if the run has a mirror.
+    """If the run has a mirror, fetch from it what the run folder lacks.
 
-    Called by every process before any process group starts, since it may take long. One process of
+    Called by every process before any process group starts, since it can be slow. One process of
     each node does it, since the folder may be local to a node.
 
     Raises:
-        ConfigError: the mirror cannot be used, or holds another run.
+        ConfigError: the mirror cannot be used, or holds a different run.
     """
     if not config.checkpoints.mirror:
         return
@@ -97,7 +97,7 @@ def fetch_run(
         only: the step of the only checkpoint that is needed.
 
     Raises:
-        ConfigError: the mirror holds another run.
+        ConfigError: the mirror holds a different run.
     """
     names, local = store.names(), read_info(folder)
     if "run.json" not in names:
@@ -109,8 +109,8 @@ def fetch_run(
         if starts_over:  # an earlier try was killed after it had moved one of the two runs aside
             return
         raise ConfigError(
-            f"{store.url} holds another run ({remote}) than {folder} ({local.run}): choose another"
-            " --run_name, or --resume never, which moves both aside."
+            f"{store.url} holds run {remote}, but {folder} holds run {local.run}: choose"
+            " another --run_name, or --resume never, which moves both aside."
         )
     own = (path for path in reversed(checkpoints(folder)) if only in (None, checkpoint_step(path)))
     newest = next((checkpoint_step(path) for path in own if not find_damage(path)), -1)
@@ -142,7 +142,7 @@ def fetch_run(
 
 
 def _has_ended_since(store: Store, folder: Path) -> bool:
-    """Return whether the mirror has another status.json, as after a run's last checkpoint."""
+    """Return whether the mirror's status.json differs, as after a run's last checkpoint."""
     with suppress(FileNotFoundError):
         return store.read("status.json") != read_own(folder / "status.json")
     return True

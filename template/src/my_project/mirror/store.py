@@ -117,10 +117,10 @@ class Store:
 
         Raises:
             FileNotFoundError: there is no such local file.
-            OSError: it cannot be written, or has another size afterwards.
+            OSError: it cannot be written, or has a different size afterwards.
         """
         target = f"{self.root}/{name}"
-        at = f"{target}{PARTIAL}" if self.is_local else target  # others replace atomically
+        at = f"{target}{PARTIAL}" if self.is_local else target  # other stores replace atomically
         with content.open("rb") if isinstance(content, Path) else BytesIO(content) as source:
             size = source.seek(0, os.SEEK_END)
             source.seek(0)
@@ -195,7 +195,7 @@ def complete_steps(names: list[str]) -> list[int]:
 # ---- the records, in parts -----------------------------------------------------------------------
 @dataclass(frozen=True, kw_only=True)
 class Part:
-    """A part of metrics.jsonl: an object of the mirror, whose name has all these fields."""
+    """A part of metrics.jsonl: an object of the mirror, whose name contains all these fields."""
 
     number: int  # of the upload; a later one replaces what it overlaps
     begin: int  # its first byte
@@ -232,9 +232,9 @@ def chain(parts: list[Part]) -> list[Part]:
 
 
 def parts_to_keep(parts: list[Part], size: int) -> list[Part]:
-    """Return the parts to keep when a file has grown to a size; a new part has what follows them.
+    """Return the parts to keep when a file has grown to a size; a new part contains the rest.
 
-    A part is merged with the new one while it is not larger. So there are few parts, and a byte is
+    A part no larger than the new one is merged into it. So there are few parts, and a byte is
     uploaded again only as often as the file doubles.
     """
     kept = [*parts]
@@ -244,7 +244,7 @@ def parts_to_keep(parts: list[Part], size: int) -> list[Part]:
 
 
 def is_part_of(file: IO[bytes], part: Part) -> bool:
-    """Return whether a file has the bytes of a part."""
+    """Return whether a file contains the bytes of a part."""
     file.seek(part.begin)
     return hashlib.sha256(file.read(part.size)).hexdigest() == part.digest
 

@@ -66,7 +66,7 @@ def start_mirror(accelerator: Accelerator, saving: Checkpoints) -> None:
 
 
 def finish_mirror(accelerator: Accelerator, saving: Checkpoints, *, is_stop: bool) -> None:
-    """Wait until the mirror has the end of a run. Called by every rank.
+    """Wait until the mirror contains the end of a run. Called by every rank.
 
     Args:
         accelerator: of this process.
@@ -96,7 +96,7 @@ class Mirror:
         self.needed: set[int] = set()  # the step of a checkpoint that is read, so it must stay
         self.failure: Exception | None = None  # of the newest upload
         self._superseded: ConfigError | None = None  # another launch has begun the run
-        self._sent: dict[str, object] = {}  # what the mirror has by now, by name
+        self._sent: dict[str, object] = {}  # what the mirror contains so far, by name
         self._parts: list[Part] | None = None  # of metrics.jsonl
         self._requested = self._done = 0  # uploads; one that failed is done
         self._tries = 0  # of the last upload
@@ -116,7 +116,7 @@ class Mirror:
                 self.store.move_aside()
                 names = []
             for step in complete_steps(names):
-                if step > self.run.step:  # damaged, or of another branch of the run
+                if step > self.run.step:  # damaged, or of a different branch of the run
                     newer = Store(f"{self.store.url}/{checkpoint_name(step)}")
                     aside = newer.move_aside()
                     text = "%s is newer than the chosen checkpoint: moved aside to %s"
@@ -143,7 +143,7 @@ class Mirror:
             self._changed.notify_all()
 
     def wait(self, seconds: float) -> bool:
-        """Wait until no upload is pending; return False if one still is after so many seconds."""
+        """Wait until no upload is pending; return False if one still is after this many seconds."""
         with self._changed:
             return self._changed.wait_for(lambda: self._done == self._requested, seconds)
 
@@ -175,18 +175,18 @@ class Mirror:
         if deadline == math.inf:
             raise TransientError(f"the run has ended, but {self.saving.note}")
         reason = self.failure or "checkpoints.mirror_seconds have passed"
-        text = "the end of this start is not at %s, but in %s: %s"
+        text = "%s lacks the end of this start, which is saved in %s: %s"
         logger.warning(text, self.store.url, self.run.folder, reason)
         return True
 
     # ---- nodes without shared storage ------------------------------------------------------------
     @property
     def has_other_disk(self) -> bool:
-        """Return whether this rank writes to another disk than rank 0."""
+        """Return whether this rank writes to a different disk than rank 0."""
         return not self.run.is_shared and self.run.hosts[self.run.rank] != self.run.hosts[0]
 
     def share_status(self, accelerator: Accelerator) -> None:
-        """Write rank 0's status.json on nodes with other disks, whose launchers read it."""
+        """Write rank 0's status.json on nodes with different disks, whose launchers read it."""
         if not self.run.is_shared:
             status = on_main_then_broadcast(accelerator, self.run.status)
             if self.has_other_disk:
@@ -194,7 +194,7 @@ class Mirror:
                 write_status(self.run.folder, status)
 
     def send_parts(self, temporary: Path) -> None:
-        """Send what this rank has written of a save to rank 0, if that has another disk.
+        """Send this rank's parts of a save to rank 0, if rank 0 has a different disk.
 
         Args:
             temporary: the folder of the save, on this node.
@@ -210,7 +210,7 @@ class Mirror:
             temporary.rmdir()
 
     def collect_parts(self, temporary: Path) -> None:
-        """Fetch what ranks on other nodes have written of a save. Called by rank 0, repeatedly.
+        """Fetch the parts of a save from ranks on other nodes. Called by rank 0, repeatedly.
 
         Args:
             temporary: the folder of the save, on this node.
@@ -314,7 +314,7 @@ class Mirror:
         """Upload the new lines of metrics.jsonl; merge parts, so that there are few of them."""
         listed = parts_among(names)
         with suppress(FileNotFoundError), open_own(self.run.folder / "metrics.jsonl") as file:
-            if self._parts is None:  # a start may have dropped records that the mirror has
+            if self._parts is None:  # a start may have dropped records that the mirror contains
                 self._parts = list(takewhile(partial(is_part_of, file), chain(listed)))
             end = self._parts[-1].end if self._parts else 0
             size = file.seek(end) + len(file.read().rpartition(b"\n")[0]) + 1  # of whole lines
@@ -369,6 +369,6 @@ class Mirror:
 
 
 def mark_of(folder: Path) -> tuple[int, int]:
-    """Return values that change when a folder is replaced by another one."""
+    """Return values that change when a folder is replaced."""
     about = folder.stat()
     return about.st_ino, about.st_mtime_ns

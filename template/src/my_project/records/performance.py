@@ -134,12 +134,12 @@ class Performance:
         return self.reports.summarize(self.run.hosts) if self.reports else {}
 
     def of_run(self) -> dict[str, float]:
-        """Return what the status of a finished run has about its speed."""
+        """Return what a finished run's status says about its speed."""
         return self.throughput.of_run()
 
 
 def compilations() -> int:
-    """Return how often torch.compile has compiled in this process."""
+    """Return how many times torch.compile has compiled in this process."""
     from torch._dynamo.utils import counters
 
     return counters["frames"]["total"]
@@ -215,7 +215,7 @@ class Throughput:
         """
         self.layout = layout
         self.steps = 0  # since this process started
-        self.seconds = 0.0  # of these steps, without evaluations and saves
+        self.seconds = 0.0  # of these steps, except evaluations and saves
         self.peak_tflops = config.telemetry.peak_tflops or peak_tflops(
             accelerator.device, accelerator.mixed_precision, tf32=config.tf32
         )
@@ -276,12 +276,12 @@ class RankReports:
 
         Args:
             own_seconds: of this rank, per step, until it needs the other ranks.
-            data_seconds: the part of these that it waits for data.
+            data_seconds: how many of these it waits for data.
             world_size: the number of ranks.
             device: of this rank.
         """
         sensors = peak_memory_bytes(device), gpu_utilization(device)
-        is_cuda = device.type == "cuda"  # a copy from memory that is not pinned would wait for it
+        is_cuda = device.type == "cuda"  # a copy from unpinned memory would wait for the GPU
         everywhere = torch.tensor([[own_seconds, data_seconds, *sensors]], pin_memory=is_cuda)
         self.work: Any = None
         if world_size > 1:
@@ -316,7 +316,7 @@ class RankReports:
 
 
 def gpu_utilization(device: torch.device) -> float:
-    """Return the percentage of the last moments in which a kernel ran; NaN if unknown."""
+    """Return the percentage of recent time in which a kernel ran; NaN if unknown."""
     try:
         return float(torch.cuda.utilization(device)) if device.type == "cuda" else math.nan
     except Exception:  # no NVML, a part of a GPU (MIG), or a GPU that has fallen off the bus

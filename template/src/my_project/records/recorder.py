@@ -3,7 +3,7 @@
 It only records; state.py and the loop decide. docs/run-folder.md describes the records. A start
 drops those that are newer than its checkpoint; while a run goes on, lines are only appended.
 
-An output gets all that is recorded. It has __init__(run, accelerator, layout, model), and those
+An output gets all that is recorded. It has __init__(run, accelerator, layout, model), and any
 of these methods that it needs; start and write are called only on rank 0:
 
     check(config)               a static method: refuse settings, before anything is written
@@ -12,7 +12,7 @@ of these methods that it needs; start and write are called only on rank 0:
     step_ended(step)            this many steps are done
     observe(report)             the numbers of a step, after the next step or before a pause
     end_interval()              return fields of the record of an interval; it may begin to gather
-    gathered()                  return more fields, when all ranks have made another step or wait
+    gathered()                  return more fields, once all ranks are a step further or waiting
     pause(kind)                 training waits for "evaluation" or "saving"
     resume(kind, seconds)       training has waited this long for it
     write(record)               a record, as it is in metrics.jsonl
@@ -96,7 +96,7 @@ class Recorder:
             accelerator: this process's Accelerator.
             run: the run folder.
             layout: the global batch's division.
-            state: has the sums since the last record, which are part of the checkpoint.
+            state: contains the sums since the last record, which are part of the checkpoint.
             model: prepared.
         """
         self.run = run
@@ -112,7 +112,7 @@ class Recorder:
         # the last step of this interval that was observed, and its learning rate
         self.last: StepReport | None = None
         self.rate = 0.0
-        self.pending: dict[str, Any] | None = None  # a record that waits for the other ranks' part
+        self.pending: dict[str, Any] | None = None  # a record that is waiting for the other ranks
 
     # ---- start and end ---------------------------------------------------------------------------
     def __enter__(self) -> "Recorder":
@@ -164,7 +164,7 @@ class Recorder:
             self._write_pending()
 
     def of_run(self) -> dict[str, float]:
-        """Return what the status of a finished run has about the whole run, besides results."""
+        """Return what a finished run's status says about the whole run, besides results."""
         return self._fields("of_run")
 
     # ---- the step --------------------------------------------------------------------------------
@@ -239,7 +239,7 @@ class Recorder:
         state.begin_interval()
 
     def _write_pending(self, *, wait: bool = True) -> None:
-        """Write the record that waits for the reports of the other ranks, and the run's notes.
+        """Write the record that is waiting for the other ranks' reports, and the run's notes.
 
         Args:
             wait: whether to wait for these reports; this is then called on all ranks.
@@ -253,7 +253,7 @@ class Recorder:
             self.write(self.run.notes.pop(0))
 
     def _fields(self, name: str) -> dict[str, Any]:
-        """Return the fields that a method of all outputs returns, together."""
+        """Call a method of every output; return their fields, merged."""
         return {k: value for fields in call(self.outputs, name) for k, value in fields.items()}
 
 
@@ -315,7 +315,7 @@ class RecordFile:
         now = {"elapsed_seconds": round(elapsed, 3), "time": round(time.time(), 3)}
         record = finite(record | now)
         if not self.run.is_current:
-            return record  # the file is another launch's, and the next save ends this launch
+            return record  # the file belongs to another launch, and the next save ends this launch
         self.unwritten += json.dumps(record, allow_nan=False).encode() + b"\n"
         size: int | None = None
         try:
@@ -324,7 +324,7 @@ class RecordFile:
                 file.write(self.unwritten)
             self.unwritten = b""
         except OSError as error:
-            logger.error("%s cannot be written, so records are kept: %s", self.path, error)
+            logger.error("%s cannot be written; records wait in memory: %s", self.path, error)
             if size is not None:
                 with suppress(OSError):
                     os.truncate(self.path, size)  # drop the partial line
