@@ -183,7 +183,7 @@ def test_wandb_has_both_starts_under_one_id(tmp_path):
     config = failing_config(tmp_path, 5, "wandb")
     assert run_world(1, partial(fail_and_resume, config, WANDB_MODE="offline")) == [0]
     run_id = json.loads((config.folder / "run.json").read_text())["run"]
-    files = sorted(tmp_path.glob(f"wandb/offline-run-*-{run_id}/*.wandb"))
+    files = sorted(tmp_path.glob(f"wandb/offline-run-*-{run_id}*/*.wandb"))
     assert len(files) == 2
     for file in files:
         content = file.read_bytes()
