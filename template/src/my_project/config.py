@@ -51,7 +51,7 @@ class BatchesConfig:
     """Seed the random generators for each sample from (seed, epoch, index), so that augmentation
     does not depend on the process that loads the sample. auto: torch's always (2.5 us per sample),
     Python's and NumPy's (10 us) once a sample draws from them; the micro-batch in which that is
-    noticed is read again. true: always all three, and no sample is read twice: for a dataset that
+    noticed is read again. true: all three, and no sample is read twice; use it for a dataset that
     keeps what it has drawn. false: never, for a dataset without randomness. For a stream, auto
     means true."""
     loader: dict[str, Any] = field(default_factory=dict, metadata={"changes_curve": False})
@@ -102,8 +102,8 @@ class EvaluationConfig:
     every_steps: int | None = may_change(None, least=1)
     """Steps between evaluations; null: evaluate only at the end."""
     batch_size: int = may_change(0, least=0)
-    """Samples per forward pass and rank; 0: micro_batch_size or, where that is 0, the global batch
-    size, at most 64. It does not depend on the number of processes."""
+    """Samples per forward pass and rank; 0: micro_batch_size or, if that is 0, min(64, the global
+    batch size). It does not depend on the number of processes."""
     sanity_check: bool = may_change(True)
     """Before the first step of a new run, evaluate one micro-batch of each validation set and
     discard the results, so that an error in the metrics ends the run before it trains."""
@@ -165,7 +165,7 @@ class DistributedConfig:
     ddp: dict[str, Any] = field(default_factory=dict, metadata={"changes_curve": False})
     """Arguments of accelerate's DistributedDataParallelKwargs, by name."""
     sync_batchnorm: bool = False
-    """Compute BatchNorm statistics over the micro-batches of all ranks together, so that the curve
+    """Compute BatchNorm statistics over the micro-batches of all ranks together, so the curve
     depends on the number of processes. GPUs only. Without it, each micro-batch has its own, and the
     running statistics are updated by all micro-batches in order."""
     activation_checkpointing: bool = may_change(False)

@@ -97,7 +97,7 @@ def build_datasets(
             refuse(recipe, "build_datasets", f"returned an empty validation set {name}.")
     if config is None or config.overfit_batches is None:
         return train, validation_sets
-    # the samples of the first steps of a run on all samples, as far as there are enough
+    # the samples that the first steps of a full run would see; all if there are fewer
     count = min(config.overfit_batches * config.batches.global_batch_size, len(train))
     chosen = Subset(train, permutation(len(train), config.seed, 0)(np.arange(count)).tolist())
     return chosen, dict.fromkeys(validation_sets, chosen)
@@ -226,7 +226,7 @@ def build_metrics(recipe: Recipe) -> dict[str, Any]:
 def metric_parts(metric: nn.Module) -> list[Any]:
     """Return a metric and those inside it, one for each state.
 
-    Of several that share a state, as in ClasswiseWrapper, the last, which counts the updates.
+    If several share a state, as in ClasswiseWrapper, take the last, which counts the updates.
     """
     from torchmetrics import Metric
 
@@ -288,7 +288,7 @@ def check_best_metric(config: Config, validation_sets: dict[str, Any]) -> Config
     """Check the recipe's metrics, and that an evaluation will compute best_metric.
 
     Returns:
-        The config; if best_mode is null, with the one that follows from the metric.
+        The config, with a null best_mode replaced by the one the metric implies.
     """
     evaluation, wanted = config.evaluation, config.evaluation.best_metric
     metrics = build_metrics(config.recipe) if validation_sets else {}

@@ -160,7 +160,7 @@ def merge_metrics_on_main(accelerator: Accelerator, metrics: dict[str, Any]) -> 
 
 
 def _merge(accelerator: Accelerator, metric: Any) -> None:
-    """Merge a metric's state of all ranks with samples on rank 0, as the metric declares."""
+    """Merge on rank 0, as the metric declares, the states of all ranks that have samples."""
     state = send_to_device(metric.metric_state, "cpu")
     gathered = gather_on_main(accelerator, (metric.update_count, state))
     # ranks without samples hold defaults, whose shape may differ

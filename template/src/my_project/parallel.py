@@ -60,7 +60,7 @@ def build_on_device(
     # buffer by itself, also those that share memory
     on_cpu = accelerator.device.type == "cpu"
     model = build_whole().to("cpu" if on_cpu else accelerator.device)
-    # dense, as fused kernels need them, and without shared memory, as after a move to a GPU
+    # dense, as fused kernels need, and sharing no memory, as after a move to a GPU
     for parameter in model.parameters():
         parameter.data = parameter.data.clone()
     if config.channels_last:
@@ -129,8 +129,8 @@ def gradient_sync(model: Any, *, is_last: bool) -> AbstractContextManager:
 def refuse_unused(model: Any) -> None:
     """Raise torch's error if a parameter got no gradient in a step.
 
-    DDP averages a bucket once all its parameters have a gradient, so one without leaves the others
-    of its bucket unaveraged. DDP itself would notice this only in the next step, and after the last
+    DDP averages a bucket once all its parameters have a gradient, so a parameter without one leaves
+    its bucket unaveraged. DDP itself would notice this only in the next step, and after the last
     step never. So this calls DDP's own check, which has no public name, in each step.
     """
     if isinstance(model, DistributedDataParallel) and not model.find_unused_parameters:

@@ -11,7 +11,7 @@ order:
     build_datasets(data_info) -> (train, {name: validation})
         Return map-style datasets: `len(data)` and `data[index]`; {} for no validation. A dataset
         with `__getitems__(indices)` is asked for a whole micro-batch in one call, unless it draws
-        random numbers (batches.seed_samples). The samples for which it first draws may be read
+        random numbers (batches.seed_samples). The first samples for which it draws may be read
         twice, so it must not keep what it drew. If a dataset, even one inside a Subset or
         ConcatDataset, has `set_epoch(epoch)`, the loop calls it before the first sample of each
         epoch, in every process that reads it; for evaluations with epoch 0.

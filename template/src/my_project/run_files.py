@@ -153,7 +153,7 @@ def read_failures(paths: Iterable[Path]) -> list[Failure]:
 
 
 def lock_path(folder: Path) -> Path:
-    """Return the file that a launch locks, in the run folder: that may have several paths."""
+    """Return a launch's lock file: inside the run folder, which may have several paths."""
     return folder / ".lock"
 
 

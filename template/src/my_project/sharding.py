@@ -165,7 +165,7 @@ def wrap_for_sharding(
 
     Same arguments as parallel.prepare. accelerate's `prepare` does not fit: it looks into our
     wrapper to choose what is gathered together, and finds the optimizer's parameters by address,
-    and all on the meta device have the same one. Here they are found by name.
+    which all on the meta device share. Here they are found by name.
     """
     plugin: Any = accelerator.state.fsdp_plugin
     if optimizer.state:  # as with Adagrad: the last save would fail

@@ -123,7 +123,7 @@ class TrainState:
             logger.warning(text, report.step + 1, report.loss_sum)
 
     def check_skipped(self, report: StepReport, limit: int) -> None:
-        """Check that fewer than `limit` steps in a row were skipped, up to the last one.
+        """Check that fewer than `limit` steps in a row, up to the last, were skipped.
 
         Raises:
             NotFiniteError: `limit` or more were skipped; raised on all ranks.

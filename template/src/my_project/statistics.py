@@ -1,6 +1,6 @@
 """Exact running statistics of BatchNorm: those of one process that sees all micro-batches in order.
 
-torch moves the running statistics r at each call of a layer, to (1 - m) r + m s: m is the layer's
+At each call of a layer, torch moves the running statistics r to (1 - m) r + m s: m is the layer's
 momentum, s are the statistics of the micro-batch. On several ranks, each would have its own r, and
 move it once for each of its own micro-batches. But the update is linear: after the micro-batches
 0 to n - 1 of a step, r is (1 - m)^n r + sum_k (1 - m)^(n - 1 - k) m s_k. So each micro-batch begins
@@ -10,8 +10,8 @@ leaves the statistics to torch. A step that is skipped leaves them as they were.
 
 This is exact where all micro-batches of a step call a layer equally often. Where some call it more
 often than others, or not at all, a part's weight assumes that later micro-batches call the layer as
-often as its own, and the weights are normalized: an average that is the same for any number of
-processes above one. A layer without a counted call keeps what the recipe or torch has left in it.
+often as its own, and the weights are normalized; the average is then the same for any two or more
+processes. A layer without a counted call keeps what the recipe or torch has left in it.
 Not handled here: SyncBatchNorm, InstanceNorm, and layers with momentum None, which average over all
 calls.
 """
@@ -68,7 +68,7 @@ class RunningStatistics:
         lengths = torch.tensor(self.sizes).view(-1, 2).sum(1)
         self.layer_indices = torch.arange(len(layers)).repeat_interleave(lengths).to(device)  # (C,)
         self.part_sizes = [len(self.layer_indices), len(layers), len(layers)]
-        # with several ranks, of this step's micro-batches so far: weighted statistics (C,), weights
+        # with several ranks, sums of the micro-batches so far: weighted statistics (C,), weights
         # (L,) and calls (L,); they follow the step's sums, and share their all-reduce
         self.has_parts = layout.world_size > 1
         if self.has_parts:

@@ -43,7 +43,7 @@ class StepSums:
         self.over_all_ranks = memory[LOSS:]
         self.numbers = memory[: 6 + len(names)]
         self.rest = memory[6 + len(names) :]
-        # on a CPU, Python numbers in the same memory: one kernel would take longer than all sums
+        # on a CPU, the memory as Python numbers: one kernel would take longer than all sums
         self.sums: Any = self.numbers.numpy().data if memory.is_cpu else [*self.numbers.unbind()]
         self.indices = {name: index for index, name in enumerate(names, SAVE_VOTES + 1)}
 
@@ -92,7 +92,7 @@ class StepSums:
 
     @property
     def num_items(self) -> Tensor | float:
-        """The items to divide by, on a CPU as a number, since it is there already; NaN for 0."""
+        """The items to divide by; on a CPU a number, which is there already (NaN for 0)."""
         return (self.sums[ITEMS] or math.nan) if self.tensor.is_cpu else self.sums[ITEMS]
 
 

@@ -418,7 +418,7 @@ def load_optimizer(
 
 
 def _restore_types(saved: Any, loaded: Any) -> Any:
-    """Undo that load_state_dict casts all but `step` to the weight's dtype, and spoils text."""
+    """Undo load_state_dict's cast of all but `step` to the weight's dtype, and restore text."""
     if isinstance(saved, Tensor):
         return loaded if saved.dtype == loaded.dtype else saved.to(loaded.device)
     if isinstance(saved, dict):

@@ -121,7 +121,7 @@ class Agreement:
             is_resumed: whether this start continues from a checkpoint.
 
         Raises:
-            ConfigError: ranks differ, or starts that must agree.
+            ConfigError: ranks or starts that must agree differ.
         """
         if self.is_restart_in_place:
             return

@@ -28,7 +28,7 @@ from ..loading.loader import ignore_signals_except_parents, tell_epoch
 from ..loading.seeding import derive_seed, seed_rng
 
 SAMPLES = 4  # of each dataset, evenly spaced
-SECONDS = 5.0  # to read them all, and again to wait for that after the model has been built
+SECONDS = 5.0  # to read them all; then as long again to wait, once the model is built
 MAX_PARTS = 64  # of a sample
 MAX_ITEMS = 8  # of a list
 ARRAYS = ("__array__", "__array_interface__")  # what arrays, tensors and images have
@@ -189,7 +189,7 @@ def numbers(value: Any, name: str) -> Iterator[tuple[str, Any]]:
         return
     flat = np.abs(array).ravel() if np.iscomplexobj(array) else array.ravel()
     flat = np.nan_to_num(flat.astype(np.float64), nan=1e9, posinf=1e9, neginf=-1e9)
-    # weights that differ, since samples are often scaled to a mean of 0 and a norm of 1
+    # unequal weights, since samples are often scaled to a mean of 0 and a norm of 1
     weighted = flat @ np.cos(np.arange(flat.size)) / math.sqrt(flat.size)
     yield name, [float(number) for number in (np.sqrt(np.mean(flat**2)), flat.mean(), weighted)]
 

@@ -95,8 +95,8 @@ class EqualRanks:
     def after_forward(self) -> None:
         """Check what the first forward of the first two steps has changed, in a single process.
 
-        A weight that is clipped, whatever the data, changes in each step; a weight that the first
-        batch sets changes once. Several ranks compare their weights instead.
+        A weight clipped regardless of the data changes in each step; one set from the first batch
+        changes once. Several ranks compare their weights instead.
         """
         if self.hooks or not self.before:
             return
@@ -195,7 +195,7 @@ class EqualRanks:
 def fixed_numbers(device: torch.device, dtype: torch.dtype) -> Tensor:
     """Return numbers between -1 and 1 in no order.
 
-    Signs would not do: two values with the same sign could change places without a change of the
+    Signs would not do: two values under the same sign could swap places without a change of the
     product.
     """
     return torch.arange(CHUNK, dtype=torch.float64).square().cos().to(device, dtype)

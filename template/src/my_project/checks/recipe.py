@@ -1,4 +1,4 @@
-"""Check that the recipe's loss returns sums, as the loop needs them, and what has no effect."""
+"""Check that the recipe's loss returns sums, as the loop needs, and find what has no effect."""
 
 import os
 from collections.abc import Callable
@@ -183,8 +183,7 @@ def check_settings(findings: Findings) -> None:
 def misspelled(recipe: Recipe) -> dict[str, str]:
     """Return methods named almost like an optional one that a recipe lacks, with that name.
 
-    They take the same arguments, which a method of the recipe's own, such as `exported`, hardly
-    does.
+    They take its arguments too, unlike most methods of the recipe's own, such as `exported`.
     """
     missing = [name for name in PARAMETERS if optional(recipe, name) is None]
     methods = {name for name, value in getmembers_static(type(recipe)) if isroutine(value)}

@@ -39,7 +39,7 @@ from .workers import count_in_child, opened_files_noted
 COMMAND = f"python -m {PACKAGE} train"
 FOLDER = Path("accelerate_configs")
 DRY_RUN_STEPS = 2
-DRY_RUN_SETTINGS = {  # without those whose part of the project was deleted
+DRY_RUN_SETTINGS = {  # passed only if their part of the project exists
     "telemetry.every_steps": "1",
     "telemetry.trackers": "[]",
     "evaluation.every_steps": "null",

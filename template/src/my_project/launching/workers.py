@@ -76,7 +76,7 @@ class Workers:
 
     @contextmanager
     def stoppable(self) -> Iterator[None]:
-        """Let a stop signal end the block, which waits for other nodes, but not this process."""
+        """Let a stop signal end the block (a wait for other nodes) but not this process."""
         self._may_raise = True
         with suppress(SystemExit):
             yield
@@ -164,7 +164,7 @@ class Workers:
             print(f"{newcomer} has joined: the run saves, then goes on with it", flush=True)
             self.makes_room = True
             os.kill(left[0].pid, signal.SIGUSR1)
-        # processes of a node that has left save with the others, but in startup nothing is saved
+        # a departed node's processes save with the others, but in startup nothing is saved
         return self.others.has_left and phase() == "starting"
 
 

@@ -123,8 +123,8 @@ class MaskedFormatter(logging.Formatter):
 def secrets_in(settings: Any, name: str = "", secret: str = "") -> Iterator[str]:
     """Yield the dotted names of the settings that hold a secret.
 
-    Secrets are the strings and bytes under a secret's name, and numbers unless the name ends in
-    token, also in lists, sets, groups and dictionaries; and any string with credentials in a URL or
+    Secrets are strings and bytes under a secret's name (and numbers, unless it ends in token), also
+    inside lists, sets, groups and dictionaries; and any string with credentials in a URL or
     with a value that is known from the environment. Other text may contain names of secrets, as a
     prompt does ("Password: ...").
 

@@ -32,7 +32,7 @@ def leave_out_untrusted(command: str, arguments: list[str]) -> None:
 
     A command on the user's own config imports its recipe, from the current folder too. A command on
     weights imports from the current folder only if this package is in it, which makes it the user's
-    project, or, after all that is installed, if code is trusted by name; and never from a folder of
+    project, or if code is trusted by name (then after all installed code); never from a folder of
     weights. All other commands import only this package and what is installed.
     """
     if command in ON_OWN_CONFIG:

@@ -5,7 +5,7 @@
 
 It takes the arguments of training, runs on all processes and needs about a minute. It prints a
 table of the nodes, then the bandwidths measured between them. It exits with 0, or with 1 after a
-message, with the remedy, for each problem that would stop or slow training. With --preflight, the
+message and a remedy for each problem that would stop or slow training. With --preflight, the
 launchers run it before training, after the rendezvous check (nodes.py), which names missing nodes.
 The measured bandwidths are saved for planner.py in <runs_folder>/preflight.json.
 """
