@@ -22,7 +22,7 @@ CEILINGS = {
     "lines of the package without tools/": 11_137,
     "lines of tools/": 2_510,
     "lines of template/tests": 4_265,
-    "lines of template/tests and tests": 21_525,
+    "lines of template/tests and tests": 21_526,
     "settings": 60,
     "methods of a recipe": 14,
     "lines of launching/": 2_031,
