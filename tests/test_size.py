@@ -17,12 +17,12 @@ REPOSITORY = Path(__file__).resolve().parents[1]
 TEMPLATE = REPOSITORY / "template"
 PACKAGE = TEMPLATE / "src/my_project"
 CEILINGS = {
-    "lines of train.py and all that it imports": 8_464,
+    "lines of train.py and all that it imports": 8_465,
     "files of train.py and all that it imports": 55,
-    "lines of the package without tools/": 11_137,
+    "lines of the package without tools/": 11_138,
     "lines of tools/": 2_510,
-    "lines of template/tests": 4_265,
-    "lines of template/tests and tests": 21_526,
+    "lines of template/tests": 4_268,
+    "lines of template/tests and tests": 21_529,
     "settings": 60,
     "methods of a recipe": 14,
     "lines of launching/": 2_031,

@@ -60,7 +60,7 @@ def card(path: Path) -> str:
 
 
 def train_as_typed(command: str, more: str = "") -> Any:
-    """Run `python -m my_project train ...` in this process, which is faster; return its config.
+    """Run the command `train` in this process, which is faster; return its config.
 
     Args:
         command: a command of a document; its paths are relative to the current folder.
@@ -93,7 +93,7 @@ def train_config_of(recipe: str, folder: Path, **settings: Any) -> list[float]:
 
 
 def predict_as_typed(command: str) -> str:
-    """Run `python -m my_project predict ...` in this process, and return what it prints."""
+    """Run the command `predict` in this process, and return what it prints."""
     weight_commands = pytest.importorskip("my_project.commands")
     words = shlex.split(command)
     assert words[:4] == ["python", "-m", "my_project", "predict"], command

@@ -96,6 +96,7 @@ class Checkpoints:
         self.note = ""  # the newest failure, for the end of the run, even if a later save succeeded
         self.mirror: Any = None  # mirror.Mirror, if the run has one
         self._first_failed = 0.0  # failed saves of this start; -inf once one has succeeded
+        self._save_seconds = 60 * run.config.checkpoints.minutes
         self._saved_at = time.monotonic()
         self._saved_step = -1  # the step of the last save or load: its checkpoint has the weights
         self._buffers: dict[str, Tensor] = {}
@@ -120,7 +121,7 @@ class Checkpoints:
     def is_due_by_time(self) -> bool:
         """Return whether checkpoints.minutes have passed since the last save, by rank 0's clock."""
         seconds = time.monotonic() - self._saved_at
-        return self.rank == 0 and 0 < 60 * self.config.checkpoints.minutes < seconds
+        return self.rank == 0 and 0 < self._save_seconds < seconds
 
     def check_optimizer(self) -> None:
         """Refuse an optimizer that cannot be resumed. Called after the first two steps of a start.
