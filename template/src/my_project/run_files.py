@@ -164,11 +164,12 @@ def each_record(path: Path, kind: str = "") -> Iterator[dict[str, Any]]:
 
     Args:
         path: of the file.
-        kind: skip lines that do not contain this word, without parsing them; "" skips none.
+        kind: skip lines that do not contain this string, without parsing them; "" skips none.
     """
+    needed = json.dumps(kind).encode() if kind else b""
     with open_own(path) as file:
         while line := file.readline(MAX_LINE_BYTES):
-            if kind.encode() not in line:
+            if needed not in line:
                 continue
             record = parse_record(line)
             if record or line.endswith(b"\n") or not line.startswith(b"{"):
