@@ -122,6 +122,7 @@ def test_typed_steps_replace_the_epochs_of_the_file(typed, steps, epochs):
         ("--config frist.yaml", "no config file frist.yaml; did you mean first.yaml?"),
         ("--config other.yaml", "no config file other.yaml; ./ has some."),
         ("--config none/x.yaml", "no config file none/x.yaml; configs/ has none here."),
+        ("--config broken_link.yaml", "no config file broken_link.yaml; ./ has some."),
         ("--recipe.class_path swep.Sweep", "No module named 'swep'"),
         ("--recipe.class_path sweep.Swep", "has no attribute 'Swep'; did you mean Sweep?"),
         ("--recipe.class_path xml.dum.X", "has no attribute 'dum'; did you mean dom?"),
@@ -163,6 +164,7 @@ def test_typed_steps_replace_the_epochs_of_the_file(typed, steps, epochs):
 def test_a_mistake_is_one_sentence_and_a_typo_gets_the_similar_name(typed, sentence):
     Path("typo.yaml").write_text("optim: {lrr: 1}\n")
     Path("broken.py").write_text("1 / 0\n")
+    Path("broken_link.yaml").symlink_to("gone.yaml")
     with pytest.raises(ConfigError) as refusal:
         parse(["--config", "first.yaml", *typed.split()])
     assert sentence in str(refusal.value)

@@ -73,7 +73,8 @@ def read_config(file: Path) -> dict[str, Any]:
     """Read a config file."""
     if not file.is_file():
         folders = file.parent, Path("configs")
-        known = {path.stem: path for folder in folders for path in folder.glob("*.yaml")}
+        paths = [path for folder in folders for path in folder.glob("*.yaml")]
+        known = {path.stem: path for path in paths if path.is_file()}  # not a broken link
         similar = get_close_matches(file.stem, known, n=1)
         where = f"{[*known.values()][-1].parent}/ has some." if known else "configs/ has none here."
         hint = f"did you mean {known[similar[0]]}?" if similar else where
