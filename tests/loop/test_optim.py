@@ -3,7 +3,7 @@
 import math
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args, get_type_hints
 
 import numpy as np
 import pytest
@@ -11,7 +11,13 @@ import torch
 from my_project.config import Config, ConfigError, OptimConfig
 from my_project.loading.seeding import permutation
 from my_project.manifest import read_manifest
-from my_project.optim import build_optimizer, learning_rate, set_learning_rate, step_if_finite
+from my_project.optim import (
+    UNSCHEDULED,
+    build_optimizer,
+    learning_rate,
+    set_learning_rate,
+    step_if_finite,
+)
 from ragged import Ragged
 from runs import change, make_config, quick, records, status, train, weights
 from safetensors.torch import load_file
@@ -88,6 +94,13 @@ def test_warmup_and_wsd():
     wsd = rates(schedule="wsd", warmup_steps=2, decay_steps=5)
     assert wsd[2:16] == [1.0] * 14
     assert wsd[15:] == pytest.approx([1.0, 0.8, 0.6, 0.4, 0.2])
+
+
+@pytest.mark.parametrize("name", get_args(get_type_hints(OptimConfig)["schedule"]))
+def test_a_schedule_that_depends_on_the_number_of_steps_is_known_to(name):
+    config = OptimConfig(lr=1.0, schedule=name, decay_steps=5 if name == "wsd" else 0)
+    rates = [[learning_rate(step, steps, config) for step in range(20)] for steps in (20, 40)]
+    assert (rates[0] == rates[1]) == (name in UNSCHEDULED)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -33,7 +33,7 @@ from .config import Config, ConfigError, fits, wrong_value
 from .files import check_temporary_folder
 from .loading.layout import batch_layout
 from .loading.loader import number_of_workers
-from .optim import optimizer_class
+from .optim import UNSCHEDULED, optimizer_class
 from .process import no_garbage_collection, world
 from .run_folder import Run
 from .settings import did_you_mean
@@ -259,7 +259,7 @@ def numerics(accelerator: Accelerator, run: Run) -> dict[str, Any]:
         "comm_hook": config.distributed.ddp.get("comm_hook", "no") if is_ddp else "no",
         "torch_compile": plugin.backend != DynamoBackend.NO,
         # the learning rate of a step depends on the number of all steps
-        "scheduled_steps": run.total_steps if config.optim.schedule != "constant" else None,
+        "scheduled_steps": None if config.optim.schedule in UNSCHEDULED else run.total_steps,
     }
 
 

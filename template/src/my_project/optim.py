@@ -16,6 +16,8 @@ from torch.distributed.tensor import DTensor
 from .config import ConfigError, OptimConfig
 from .recipe import Recipe, optional, source_location
 
+UNSCHEDULED = ("constant", "plateau")  # the schedules that do not depend on the number of steps
+
 
 def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
     """Give weight decay to matrices and kernels, none to biases and normalization weights."""
