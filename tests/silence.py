@@ -122,9 +122,8 @@ CASES = [
          sees="warned", word=r"0\.hidden", why="`checks.ranks`"),
     Case(name="a layer unfrozen during the run", recipe="Unfrozen", sees="warned",
          word="requires_grad", why="the optimizer does not have the layer"),
-    Case(name="`loss` calls `model.eval()` and does not undo it", recipe="LeftInEval",
-         settings={"dropout": 0.2}, sees="warned", why="`checks.recipe`",
-         word=r"model\.training|eval\(\)|training mode"),
+    Case(name="`loss` leaves the model in `eval()`", recipe="LeftInEval", settings={"dropout": 0.2},
+         sees="warned", word=r"model\.training|eval\(\)|training mode", why="`checks.recipe`"),
     *(
         Case(name=name, recipe="NotASum", mistake=mistake, sees="warned", word="check recipe|sum",
              why="`checks.recipe`")
