@@ -128,9 +128,9 @@ CASES = [
         Case(name=name, recipe="NotASum", mistake=mistake, sees="warned", word="check recipe|sum",
              why="`checks.recipe`")
         for name, mistake in {
-            "the mean loss and the number of items": "mean",
-            "the mean loss, and 1 as the number of items": "mean and 1",
-            "the mean loss times the batch size": "mean times batch",
+            "`loss` returns the mean and the number of items": "mean",
+            "`loss` returns the mean and 1": "mean and 1",
+            "`loss` returns the mean times the batch size": "mean times batch",
             "padding counted as items": "padding counted", "padding in the loss": "padding trained",
             "a loss that depends on how often it was called": "counter",
         }.items()
