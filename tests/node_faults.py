@@ -242,7 +242,7 @@ def run(fault: NodeFault) -> str:
 def main(words: list[str]) -> int:
     """Run cases, and print a table; return 1 if one of them did not do what is expected."""
     wrong = 0
-    print("| fault | nodes | when | comes back | what the run does |\n|---|---|---|---|---|")
+    print("| fault | on node | when | new launcher | what the run does |\n|---|---|---|---|---|")
     for case in CASES:
         if words and not any(word in str(case) for word in words):
             continue

@@ -49,14 +49,14 @@ class Room:
 ROOMS = (
     Room(
         name="tools",
-        goes="Nothing reads run folders: `runs`, `report`, `doctor`, `planner` and `preflight` go.",
+        goes="There is no `runs`, `report`, `doctor`, `planner` or `preflight`.",
         files=("tools/",),
     ),
     Room(
         name="launching",
-        goes="`train` (and `make train`) and `launch` go, with restarts in place and the summary"
-        " at the end; `accelerate launch -m my_project.train` and torchrun still work. The scripts"
-        " in launch/ and the planner, which use `launching/`, go too.",
+        goes="There is no `train` (nor `make train`), no `launch`, no restart in place and no"
+        " summary at the end; `accelerate launch -m my_project.train` and torchrun still work. The"
+        " scripts in launch/ and the planner need `launching/`, so they are deleted too.",
         files=("launching/", "launch.py", "tools/planner.py", "tools/simulate.py", "launch/"),
         word='launching|"launch": "launch"',
         lines={"__main__.py": 2},
@@ -64,8 +64,8 @@ ROOMS = (
     ),
     Room(
         name="commands",
-        goes="`evaluate` (and `make evaluate`), `predict` and `export` go, with their protection"
-        " from a stranger's folder of weights; an export is still safetensors.",
+        goes="There is no `evaluate` (nor `make evaluate`), `predict` or `export`, and no"
+        " protection from a stranger's folder of weights; an export is still safetensors.",
         files=("commands.py", "weights.py", "safety/trust.py", "safety/search_path.py"),
         word=r"search_path|\bcommands\b",
         lines={"__main__.py": 8},
@@ -73,8 +73,8 @@ ROOMS = (
     ),
     Room(
         name="follow",
-        goes="`evaluate --follow` goes, which evaluates checkpoints beside training; `report`"
-        " still shows its results.",
+        goes="There is no `evaluate --follow`, which evaluates checkpoints while a run trains;"
+        " `report` still shows its earlier results.",
         files=("follow.py",),
         word=r"--follow|follow_run|arguments\.follow",
         lines={"commands.py": 5},
@@ -92,8 +92,8 @@ ROOMS = (
     ),
     Room(
         name="mirror",
-        goes="A run is lost with the disk that holds it, and all nodes need to share one; commands"
-        " take no URL.",
+        goes="A run is lost if its disk is lost, all nodes need a shared disk, and commands accept"
+        " no URL.",
         files=("mirror/",),
         word=r"[Mm]irror",
         lines={
@@ -112,8 +112,8 @@ ROOMS = (
     ),
     Room(
         name="provenance",
-        goes="run.json does not say which code, packages and command a run had, no start keeps the"
-        " code that ran, `runs --reproduce` goes, and preflight does not compare packages.",
+        goes="run.json does not record the code, packages and command of a run, no start keeps the"
+        " code that it ran, there is no `runs --reproduce`, and preflight compares no packages.",
         files=("provenance.py", "tools/reproduce.py"),
         word=r"provenance|\binstalled\(|reproduce",
         lines={
@@ -154,10 +154,10 @@ ROOMS = (
     ),
     Room(
         name="memory",
-        goes="If a micro-batch does not fit in memory, the run ends; no smaller one is tried.",
+        goes="If a micro-batch does not fit in memory, the run ends, and no smaller one is tried.",
         files=("memory.py", "launching/memory.py"),
         word=r"memory import|import memory|memory_explained|\bmemory\.\w+\(|is_loss_a_sum"
-        "|(next|lowered)_micro_batch",
+        "|next_micro_batch|lowered_micro_batch",
         lines={
             "train.py": 2,
             "failures.py": 1,
@@ -255,7 +255,7 @@ ROOMS = (
     ),
     Room(
         name="performance",
-        goes="Records do not say how fast the run is, or how the ranks differ.",
+        goes="Records do not show how fast the run is, or how the speed of ranks differs.",
         files=("records/performance.py",),
         word="[Pp]erformance",
         lines={"records/recorder.py": 3},
@@ -264,7 +264,7 @@ ROOMS = (
     ),
     Room(
         name="samples",
-        goes="Evaluations show no answers for samples.",
+        goes="Evaluations do not show the model's answers for samples.",
         files=("records/samples.py",),
         word=r"import samples|samples\.show",
         lines={"train.py": 2},
@@ -279,7 +279,7 @@ BY_NAME = {room.name: room for room in ROOMS}
 def table() -> str:
     """Return the table of AGENTS.md."""
     rows = [
-        ["Room", "Delete", "Delete the lines with", "Needs", "What goes with it"],
+        ["Room", "Delete", "Delete the lines with", "Needs", "Effect"],
         ["---"] * 5,
     ]
     for room in sorted(ROOMS, key=lambda room: room.name):

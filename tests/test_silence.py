@@ -15,7 +15,7 @@ EIGHT = (
     "files listed in a different order on each rank",
     "different model code in the next start",
     "`nn.Embedding(max_norm=...)`",
-    "the mean loss, with the number of items",
+    "`loss` returns the mean and the number of items",
     "`mse_loss` of (N, 1) and (N,)",
     "`ClasswiseWrapper`",
     "a file opened at import",

@@ -142,7 +142,7 @@ def steps(samples: int, factor: Factor, total: int, accumulation: int = 1) -> li
 def schedules(folder: Path) -> Rows:
     def half(rates: list[float]) -> str:
         at = next(i for i, rate in enumerate(rates) if rate <= rates[0] / 2 + 1e-9)
-        return f"half the rate after {at} of {STEPS} steps"
+        return f"half the initial rate after {at} of {STEPS} steps"
 
     def end(rates: list[float]) -> str:
         rises = any(b > a for a, b in itertools.pairwise(rates))
@@ -180,10 +180,10 @@ SAVED_AFTER = 2  # batches of the epoch
 
 def told(found: list[int], epoch: list[int], first_epoch: list[int], done: int) -> str:
     if found == epoch[done:]:
-        return "goes on with the next sample"
+        return "continues with the next sample"
     if found == epoch:
         return "reads the epoch from its start"
-    return "goes on in epoch 0 again" if found == first_epoch[done:] else "goes on in another order"
+    return f"continues in {'epoch 0 again' if found == first_epoch[done:] else 'another order'}"
 
 
 def read(folder: Path, seedable: bool, skips: bool, saved_in: int) -> list[list[int]]:
@@ -230,8 +230,8 @@ def resumes(folder: Path) -> Rows:
     whole, stopped = ours(folder, "whole"), ours(folder, "stopped", steps=6)
     run_world(2, train, change(stopped, steps=10))  # the second epoch has steps 4 to 7
     read_by = [[n for n in noted(one) if n[0] >= 6] for one in (stopped, whole)]
-    right = "goes on with the next sample"
-    mine = right if read_by[0] == read_by[1] else "goes on in another order"
+    right = "continues with the next sample"
+    mine = right if read_by[0] == read_by[1] else "continues in another order"
     return {
         "685": (right, theirs(seedable=False, skips=False, saved_in=0), mine),
         "2016": (right, theirs(seedable=False, skips=True, saved_in=1), mine),
@@ -269,7 +269,7 @@ def gradients(folder: Path) -> Rows:
         difference = float((one - other).abs().max() / one.abs().max())
         if 1e-5 < difference < 1e-3:
             return f"weights that differ by {difference}"
-        return "equal weights" if difference < 1e-3 else "other weights"
+        return "equal weights" if difference < 1e-3 else "different weights"
 
     def mine(name: str, processes: int, micro_batch_size: int) -> list[float]:
         config = ours(folder, name, processes, batches__micro_batch_size=micro_batch_size)
@@ -312,9 +312,9 @@ def evaluations(_: Path) -> Rows:
     found = [run_world(2, evaluate, *how) for how in ((range(20), None), (Stream(), False))]
     (listed, _), (stream, reads_all) = (zip(*by_rank, strict=True) for by_rank in found)
     _, dispatched = zip(*run_world(2, evaluate, Stream(), None), strict=True)
-    counted = "{} of 20 samples; of a stream without dispatch, {}".format
+    counted = "{} samples for 20; for a stream with `dispatch_batches=False`, {}".format
     everywhere = "{} of 2 processes hold all predictions".format
-    reads = "ranks read {} and {} of 20 samples; without dispatch, {} and {}".format
+    reads = "ranks read {} and {} of 20 samples; with `dispatch_batches=False`, {} and {}".format
     return {
         "575": (counted(20, 20), counted(listed[0], stream[0]), ""),
         "3147": (everywhere(1), everywhere(listed.count(20)), ""),
@@ -441,7 +441,7 @@ def save_and_load_newest(folder: Path, is_killed: bool) -> str:
         optimizer.state_dict = lambda: os.kill(os.getpid(), signal.SIGKILL)
         accelerator.save_state()
     accelerator.load_state()
-    return "goes on from the save before"
+    return "continues from the save before"
 
 
 def exit_code(folder: Path) -> int:
@@ -456,7 +456,7 @@ def exit_code(folder: Path) -> int:
 
 def processes_and_files(folder: Path) -> Rows:
     set_alone, set_late = (run_world(2, group_timeout, has_state)[0] for has_state in (False, True))
-    seconds = "{} s; where a PartialState was there before, {} s".format
+    seconds = "{} s; if a PartialState existed before, {} s".format
     run_world(2, track, folder)
     runs = len([*folder.glob("wandb/offline-run-*")])
     ended = "the launcher {}".format
@@ -467,7 +467,7 @@ def processes_and_files(folder: Path) -> Rows:
         "2236": (seconds(77, 77), seconds(set_alone, set_late), ""),
         "996": (ended("fails"), ended("fails" if exit_code(folder) else "ends with 0"), ""),
         "3818": ("1 run of W&B", f"{runs} run of W&B", ""),
-        "save_state": ("goes on from the save before", loaded, ""),
+        "save_state": ("continues from the save before", loaded, ""),
     }
 
 
