@@ -42,7 +42,7 @@ test-cpus: .venv/installed ## Run the numeric tests with the instruction sets of
 	ATEN_CPU_CAPABILITY=default ONEDNN_MAX_CPU_ISA=SSE41 $(IN_PROJECT) template $(WORKERS) -m "not gpu" $(NUMERIC)
 	ATEN_CPU_CAPABILITY=avx2 $(IN_PROJECT) template $(WORKERS) -m "not gpu" $(filter tests/loop/%,$(NUMERIC))
 
-test-gpu: .venv/installed ## Measure on 1, 2, 4 or 8 GPUs, and print a table
+test-gpu: .venv/installed ## Test and measure on 1, 2, 4 or 8 GPUs, and print a table
 	$(BIN)/python benchmarks/gpu.py
 
 lint: .venv/installed ## Check formatting, lint, types and shell scripts
@@ -55,7 +55,7 @@ lint: .venv/installed ## Check formatting, lint, types and shell scripts
 bench: .venv/installed ## Time the loop and hand-written PyTorch in one run; PEERS=1 adds other libraries
 	$(BIN)/python benchmarks/loop.py $(if $(PEERS),--peers)
 
-faults: .venv/installed ## Inject 60 faults, ask doctor; wrong recipes; 100 sound runs; 156 kills; lost nodes: 90 minutes, some need root
+faults: .venv/installed ## Test doctor on 60 faults, wrong recipes, 100 sound runs, 216 kills, lost nodes: 90 minutes, partly as root
 	$(BIN)/python tests/faults.py
 	$(BIN)/python tests/faults.py --files
 	$(BIN)/python tests/silence.py

@@ -4,16 +4,18 @@
 # hosts.txt has one node per line, main node first, with its number of processes: gpu-a slots=8
 # Put --preflight after hosts.txt to check the cluster before training.
 #
-# Every node must have this folder and this Python under the same paths, and ssh without a password.
-# Each line of output begins with its host. Ctrl-C, or the first node that fails, stops all nodes:
-# each has a connection to this script, and saves and exits when the connection ends for any reason.
+# Every node must have this folder and this Python under the same paths, and accept ssh without a
+# password. Each line of output begins with its host. Ctrl-C, or the first node that fails, stops
+# all nodes: each node has a connection to this script, and saves and exits when the connection ends
+# for any reason.
 # Exit codes: 0 finished; 75 preempted; 2 if a node had an error that a retry would repeat;
 # otherwise the exit code of the first node that failed.
 #
 # Environment variables: WHERE, a name in accelerate_configs/ (default multi_node); PORT of the main
 # node (29500); ADDRESS of the main node, if it is not its name in the list; SSH, the command (ssh).
-# With MIN_MACHINES=3 the run continues while three or more nodes are up: one that can no longer be
-# reached, or whose launcher was killed, is tried again every 10 s, and joins when it is back.
+# With MIN_MACHINES=3 the run continues while three or more nodes are up. If a node can no longer be
+# reached, or its launcher was killed, this script tries to start it again every 10 s, and the node
+# joins when it is back.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 if ! python=$(command -v python); then
