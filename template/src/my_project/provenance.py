@@ -213,7 +213,7 @@ def keep_code(run_folder: Path, config: Config, run: str, start: str) -> Origin:
         start: the name of this start.
     """
     imported = imported_distributions()
-    packages = {name: distribution.version for name, distribution in imported.items()}
+    packages = {name: release for name, (release, _) in imported.items()}
     kept = Kept(code=modules_digest(config), packages=packages)
     starts = run_folder / "starts"
     try:
@@ -424,8 +424,8 @@ def _archive(sources: dict[Path, str]) -> tuple[bytes, set[str]]:
 
 
 # ---- packages ------------------------------------------------------------------------------------
-def imported_distributions() -> dict[str, Distribution]:
-    """Return the distributions with an imported module, by name, except the project's own.
+def imported_distributions() -> dict[str, tuple[str, Distribution]]:
+    """Return version and distribution, by name, of those with an imported module, but not our own.
 
     importlib.metadata.packages_distributions takes about three times as long.
     """
@@ -433,23 +433,23 @@ def imported_distributions() -> dict[str, Distribution]:
     imported = {name.partition(".")[0] for name in sys.modules}
     modules = {dist: top_modules(dist) for dist in distributions()}
     used = [dist for dist, tops in modules.items() if tops & imported and own not in tops]
+    parsed = [(dist.metadata, dist) for dist in reversed(used)]  # parsed at each access
     # if two have the same name, Python imports the first
-    return dict(sorted({dist.name: dist for dist in reversed(used)}.items()))
+    return dict(sorted({data["Name"]: (data["Version"], dist) for data, dist in parsed}.items()))
 
 
 def top_modules(distribution: Distribution) -> set[str]:
     """Return the top-level modules and packages of a distribution."""
     if listed := distribution.read_text("top_level.txt"):
         return set(listed.split())
-    lines = (distribution.read_text("RECORD") or "").splitlines()
-    return {re.split(r"[/,.]", line, maxsplit=1)[0] for line in lines}
+    return set(re.findall(r"(?m)^[^/,.\n]+", distribution.read_text("RECORD") or ""))
 
 
-def requirements(imported: dict[str, Distribution]) -> str:
+def requirements(imported: dict[str, tuple[str, Distribution]]) -> str:
     """Return the text of a requirements file for the imported distributions."""
     lines, indexes = [], set()
-    for name, distribution in imported.items():
-        line = f"{name}=={distribution.version}"
+    for name, (release, distribution) in imported.items():
+        line = f"{name}=={release}"
         with suppress(ValueError, KeyError, TypeError):  # TypeError: it comes from an index
             origin = json.loads(distribution.read_text("direct_url.json"))  # type: ignore[arg-type]
             line = f"# {line} was installed from {mask(origin['url'])}"

@@ -529,6 +529,8 @@ def import_all(config: Config) -> None:
         for name in names:
             with suppress(Exception):
                 importlib.import_module(name)
+        gc.freeze()
+        gc.unfreeze()  # to the oldest generation: the next collections do not scan the imports
 
 
 def call(module: str, settings: Config | tuple[str, ...], *, launcher_pid: int) -> None:
@@ -542,10 +544,8 @@ def call(module: str, settings: Config | tuple[str, ...], *, launcher_pid: int) 
     """
     gc.freeze()  # a collection would copy the memory pages of all that was imported before the fork
     LAUNCHER.watch(launcher_pid)
-    main = importlib.import_module(module).main
     config = parse_settings([*settings]) if isinstance(settings, tuple) else settings
-    with exits.on_all_ranks() as outcome:
-        outcome.code = main(config)
+    exits.run_on_all_ranks(importlib.import_module(module).main, config)
 
 
 def run_module(
