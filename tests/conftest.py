@@ -1,9 +1,13 @@
 """Fixtures: the template as users get it (the files that git tracks), and emulated hosts."""
 
+import os
 import shutil
 import signal
+import sys
 from collections.abc import Iterator
+from multiprocessing import forkserver
 from pathlib import Path
+from unittest import mock
 
 import pytest
 from hosts import CONFIG, PROJECT, Hosts
@@ -13,8 +17,21 @@ REPOSITORY = Path(__file__).parents[1]
 
 
 def pytest_configure():
-    """Handle SIGTERM as Ctrl-C, so that tests end the processes that they have started."""
+    """Handle SIGTERM as Ctrl-C, so that tests end the processes that they have started.
+
+    Threads of torch that wait for each other take most of the CPU time of small models.
+    """
+    os.environ["OMP_NUM_THREADS"] = "1"
     signal.signal(signal.SIGTERM, signal.default_int_handler)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def fork_server(request: pytest.FixtureRequest) -> None:
+    """Start the fork server of world.py, which looks for its imports in PYTHONPATH alone."""
+    tests = (i for i in request.session.items if "slow" in i.keywords)
+    if any(hasattr(test.module, "run_world") for test in tests):
+        with mock.patch.dict(os.environ, PYTHONPATH=os.pathsep.join(sys.path)):
+            forkserver.ensure_running()
 
 
 @pytest.fixture(scope="session")

@@ -61,10 +61,10 @@ def start(environment: dict[str, str], is_sharded: bool, config: Any) -> int:
 
 
 def config_of(folder: Path, **settings: Any) -> Any:
-    """Return the config of a run that takes about two seconds and saves at every second step."""
+    """Return the config of a run that takes about four seconds and saves at every second step."""
     return make_config(
         folder / "runs",
-        Deep(dtype="float64", seconds=0.1),
+        Deep(dtype="float64", seconds=0.05),
         **{
             "steps": STEPS,
             "checkpoints__every_steps": 2,

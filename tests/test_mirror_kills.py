@@ -6,10 +6,11 @@ import shutil
 import time
 from pathlib import Path
 
+import fsspec
 import mirror_kills
 import pytest
 from mirror_kills import config_of, start
-from runs import assert_same_weights, change
+from runs import assert_same_weights
 from s3_server import s3_server
 from world import World, run_world
 
@@ -96,7 +97,7 @@ def refused(environment: dict[str, str], config) -> dict:
     return {"exit_code": error.value.exit_code, "text": str(error.value)}
 
 
-def test_no_secret_reaches_the_mirror_or_the_run_folder(tmp_path, server):
+def test_what_was_mirrored_is_small_and_named_as_the_page_says_and_has_no_secret(tmp_path, server):
     names = (
         "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN", "GOOGLE_API_KEY", "AZURE_STORAGE_KEY",
         "AZURE_CLIENT_SECRET", "GCS_PRIVATE_KEY",
@@ -106,6 +107,13 @@ def test_no_secret_reaches_the_mirror_or_the_run_folder(tmp_path, server):
     del secrets["AWS_SESSION_TOKEN"]  # the server would ask for its session
     config = config_of(tmp_path, checkpoints__mirror=f"{server.url}/secrets")
     assert run_world(1, start, server.environment | secrets, False, config) == [0]
+    os.environ |= server.environment
+    names = fsspec.filesystem("s3", skip_instance_cache=True).find("bucket/secrets/run")
+    files = {name.removeprefix("bucket/secrets/run/") for name in names}
+    assert {"config.yaml", "run.json", "status.json", "best.json", "export.json"} <= files
+    assert len([name for name in files if name.startswith("metrics/")]) <= 5
+    assert sum(name.endswith("/manifest.json") for name in files) <= 3
+    assert not [name for name in files if name.startswith("parts/")]
     copied = shutil.copytree(config.runs_folder, tmp_path / "here")
     shutil.rmtree(config.runs_folder)
     assert run_world(1, start, server.environment | secrets, False, config) == [0]
@@ -113,17 +121,3 @@ def test_no_secret_reaches_the_mirror_or_the_run_folder(tmp_path, server):
         content = path.read_bytes() if path.is_file() else b""
         for value in {*secrets.values()} - {server.environment["AWS_SECRET_ACCESS_KEY"]}:
             assert value.encode() not in content, path
-
-
-def test_what_was_mirrored_is_small_and_named_as_the_page_says(tmp_path, server):
-    import fsspec
-
-    os.environ |= server.environment
-    config = change(config_of(tmp_path), checkpoints__mirror=f"{server.url}/names")
-    assert run_world(1, start, server.environment, False, config) == [0]
-    names = fsspec.filesystem("s3", skip_instance_cache=True).find("bucket/names/run")
-    files = {name.removeprefix("bucket/names/run/") for name in names}
-    assert {"config.yaml", "run.json", "status.json", "best.json", "export.json"} <= files
-    assert len([name for name in files if name.startswith("metrics/")]) <= 5
-    assert sum(name.endswith("/manifest.json") for name in files) <= 3
-    assert not [name for name in files if name.startswith("parts/")]

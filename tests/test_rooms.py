@@ -14,6 +14,7 @@ from rooms import BY_NAME, ROOMS
 from test_generate import RENAMED, Desk
 from test_size import code_lines
 from test_wheel import IMPORT_ALL
+from world import run_world
 
 EVERY = [*BY_NAME]
 CORE_LINES, CORE_FILES = 5_123, 33  # of code, after all rooms are deleted
@@ -163,7 +164,6 @@ def desk(tmp_path_factory: pytest.TempPathFactory) -> Desk:
         "HOME": os.environ["HOME"],
         "TMPDIR": tempfile.gettempdir(),  # for sockets, whose paths are short
         "CUDA_VISIBLE_DEVICES": "-1",
-        "OMP_NUM_THREADS": "1",
     }
     return desk
 
@@ -172,14 +172,8 @@ def desk(tmp_path_factory: pytest.TempPathFactory) -> Desk:
 def project(template: Path, desk: Desk) -> Path:
     """Make a project with all rooms, and runs of it."""
     project = desk.generate(template, **RENAMED)
-    python(desk, project, BEFORE)
+    run_world(1, in_fork, project, BEFORE)
     return project
-
-
-def python(desk: Desk, project: Path, code: str) -> str:
-    """Run code in a fresh interpreter, as the project's tests are run."""
-    desk.environment["PYTHONPATH"] = f"{project}/src:{project}/tests"
-    return desk.succeed(sys.executable, "-c", code, project / "runs", cwd=project)
 
 
 def without(desk: Desk, project: Path, names: list[str]) -> Path:
@@ -197,13 +191,24 @@ def listed(desk: Desk, project: Path) -> set[str]:
     return {line.split()[0] for line in lines if line.startswith("  ")}
 
 
+def in_fork(project: Path, code: str) -> None:
+    """Run code that imports a project, in a process that has imported torch and the template."""
+    os.environ["CUDA_VISIBLE_DEVICES"] = "-1"
+    os.chdir(project)
+    sys.path[:0] = [f"{project}/src", f"{project}/tests"]
+    for path in project.glob("tests/*.py"):
+        sys.modules.pop(path.stem, None)
+    sys.argv[1:] = [f"{project}/runs"]
+    exec(code, {})
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", EVERY)
 def test_without_a_room_modules_import_and_older_runs_resume(desk: Desk, project: Path, name: str):
     left = without(desk, project, [name])
     gone = set().union(*(COMMANDS_OF.get(r.name, ()) for r in rooms.with_dependents([name])))
     assert listed(desk, left) == listed(desk, project) - gone
-    python(desk, left, IMPORT_ALL + AFTER)
+    run_world(1, in_fork, left, IMPORT_ALL + AFTER)
 
 
 @pytest.fixture(scope="module")
@@ -215,21 +220,22 @@ def bare(desk: Desk, project: Path) -> Path:
 @pytest.mark.slow
 def test_without_all_rooms_a_killed_run_of_two_has_the_same_weights(desk: Desk, bare: Path):
     assert listed(desk, bare) == set()
-    python(desk, bare, IMPORT_ALL + AFTER)
-    python(desk, bare, KILLED.format(SETTINGS=SETTINGS))
+    run_world(1, in_fork, bare, IMPORT_ALL + AFTER)
+    desk.environment["PYTHONPATH"] = f"{bare}/src:{bare}/tests"
+    code = KILLED.format(SETTINGS=SETTINGS)
+    desk.succeed(sys.executable, "-c", code, bare / "runs", cwd=bare)
     resumed = [
         *("accelerate", "launch", "--config_file", "accelerate_configs/cpu_2_processes.yaml"),
         *("-m", "leafscan.train", "--config", "runs/killed/config.yaml"),
         *("--recipe.init_args.fault", ""),
     ]
     desk.succeed(*resumed, cwd=bare)
-    python(desk, bare, COMPARED)
+    run_world(1, in_fork, bare, COMPARED)
 
 
 @pytest.mark.slow
 def test_without_all_rooms_lint_types_and_the_other_tests_pass(desk: Desk, bare: Path):
     desk.environment["PYTHONPATH"] = ""
-    for command in (["ruff", "check"], ["ruff", "format", "--check"], ["pyright"]):
-        desk.succeed(*command, cwd=bare)
+    desk.succeed("make", "lint", cwd=bare)
     quick = [sys.executable, "-m", "pytest", "-q", "-m", "not slow and not gpu"]
     desk.succeed(*quick, cwd=bare)

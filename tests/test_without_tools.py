@@ -50,7 +50,6 @@ def test_without_tools_all_else_works_and_names_no_command_that_is_gone(
     printed += failed.stdout + failed.stderr
     assert not [name for name in TOOLS if f"leafscan {name}" in printed]
 
-    desk.succeed("make", "lint", cwd=project)
     tests = [sys.executable, str(REPOSITORY / "tests/in_project.py"), str(project)]
     tests += ["-m", "not slow and not gpu"]
     desk.succeed(*tests, "--collect-only")

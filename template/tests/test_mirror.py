@@ -180,9 +180,9 @@ def test_a_lost_disk_costs_no_step_that_was_uploaded(tmp_path, uninterrupted):
     assert len(steps) <= 3  # with that of the best evaluation
 
 
-@pytest.mark.parametrize("first", quick(1, [0, 1, 2, 3, 4, 5, 6, 7]))
+@pytest.mark.parametrize("first", quick(1, [0, 3, 5, 6]))
 def test_a_kill_at_any_change_of_the_mirror_changes_no_bit(tmp_path, uninterrupted, first):
-    """A kill at each change that an upload makes, an eighth of them in each case."""
+    """A kill at changes that uploads make, an eighth of them in each case; saves repeat them."""
     for at in range(1 + first, 1000, 8):
         config = mirrored(tmp_path / str(at))
         is_killed = is_finished = False

@@ -5,7 +5,7 @@ import itertools
 import os
 import re
 import time
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,14 +15,16 @@ import test_launch
 from my_project import failures
 from my_project import manifest as manifests
 from my_project.checkpoint.resuming import clean_up
+from my_project.config import Config
 from my_project.files import read_json, wait_until
 from my_project.launching.attempts import Starts
 from my_project.run_files import Status
 from my_project.run_folder import Run
 from runs import make_config
 from terminal import Terminal
-from test_launch import outcome, wait_for_steps
+from test_launch import outcome, steps_done, wait_for_steps
 from test_process import script
+from world import run_world
 
 ACCELERATE, LAUNCH = "accelerate.commands.launch", "my_project.launch"
 TORCHRUN = "torch.distributed.run"
@@ -81,15 +83,15 @@ def test_never_is_done_once_in_a_launch(tmp_path, monkeypatch, first, second, co
     assert asides == ([] if continues else [f"{config.run_name}.old-1"])
 
 
-@pytest.mark.slow
+def begin_and_die(config: Config, number: int) -> None:
+    """Begin a run, and die instead of the rename after so many."""
+    rename, left = os.rename, iter(range(number))
+    os.rename = lambda *names: os._exit(9) if next(left, None) is None else rename(*names)
+    Run(config, rank=0).begin()
+
+
 def test_a_kill_between_its_renames_leaves_no_mark_for_the_next_attempt(tmp_path):
     """After a kill at any rename nothing is lost, and the next attempt does the remaining ones."""
-    begin = (
-        "from my_project.run_folder import Run; from runs import make_config; import os, pathlib"
-    )
-    begin += "\nconfig = make_config(pathlib.Path({folder!r}), resume={resume!r})"
-    stop = "\nrename, left = os.rename, iter(range({number}))\n"
-    stop += "os.rename = lambda *names: next(left, None) is None and os._exit(9) or rename(*names)"
     files_of_a_run = {"best": None, "agreement.json": "{}", "metrics.jsonl": "{}", "export": None}
     for number in itertools.count():
         folder = tmp_path / str(number)
@@ -99,9 +101,8 @@ def test_a_kill_between_its_renames_leaves_no_mark_for_the_next_attempt(tmp_path
             path = config.folder / name
             path.mkdir() if text is None else path.write_text(text)
         before = {path.name for path in config.folder.iterdir()} - {".lock"}
-        text = begin.format(folder=str(folder), resume="never") + stop.format(number=number)
-        script(f"{text}\nRun(config, rank=0).begin()\nopen({str(folder / 'done')!r}, 'w')")
-        if (folder / "done").exists():
+        with suppress(RuntimeError):  # it is killed
+            run_world(1, begin_and_die, make_config(folder, resume="never"), number)
             break
         left = {path.name for path in config.folder.iterdir()} - {".lock"}
         assert "run.json" in left
@@ -116,7 +117,6 @@ LONG = ("--steps", "60", "--checkpoints.every_steps", "4", "--telemetry.every_st
         "--recipe.init_args.seconds", "0.05", "--recipe.init_args.dropout", "0.2",
         "--recipe.init_args.dtype", "float64", "--distributed.timeout_seconds", "60")  # fmt: skip
 STARTED = [
-    (LAUNCH, 1, ()),
     (LAUNCH, 2, ()),
     (TORCHRUN, 2, ("--standalone", "--nproc_per_node", "2", "--max_restarts", "2")),
     (TORCHRUN, 1, ("--max_restarts", "2")),
@@ -195,30 +195,37 @@ class Holding(Ragged):
                 ctypes.PyDLL(None).pthread_mutex_lock(mutex)
         return super().loss(model, batch, step)
 """
-SUSPENDED = ("--recipe", "holding.Holding", "--recipe.seconds", "0.1", "--steps", "100",
+SUSPENDED = ("--recipe", "holding.Holding", "--recipe.seconds", "0.1", "--steps", "99999",
              "--telemetry.every_steps", "1", "--distributed.timeout_seconds", "2",
              "--distributed.startup_timeout_seconds", "30")  # fmt: skip
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("launcher", "processes"), [(LAUNCH, 1), (LAUNCH, 2), (ACCELERATE, 1)])
-def test_time_in_which_a_run_is_suspended_does_not_count(tmp_path, launcher, processes):
-    """It is suspended twice, for longer than the watchdog's limit and HELD_SECONDS."""
-    (tmp_path / "holding.py").write_text(HOLDING)
-    with started(tmp_path, launcher, processes, words=SUSPENDED) as run:
-        for steps in (5, 20):
-            wait_for_steps(tmp_path, steps, run)
-            stopped = ranks(run.mark)
-            for process in stopped:
+def test_time_in_which_a_run_is_suspended_does_not_count(tmp_path):
+    """Three are suspended twice, for longer than the watchdog's limit and HELD_SECONDS."""
+    with ExitStack() as stack:
+        runs = {}
+        for number, kind in enumerate(((LAUNCH, 1), (LAUNCH, 2), (ACCELERATE, 1))):
+            (folder := tmp_path / str(number)).mkdir()
+            (folder / "holding.py").write_text(HOLDING)
+            runs[folder] = stack.enter_context(started(folder, *kind, words=SUSPENDED))
+        for further in (5, 10, 15):
+            for folder, steps in [(folder, steps_done(folder) + further) for folder in runs]:
+                wait_for_steps(folder, steps, runs[folder])
+            marks = [run.mark for run in runs.values()]
+            processes = [p for mark in marks for p in ranks(mark) or ranks_and_workers(mark)]
+            assert len(processes) == 4
+            for process in processes * (further < 15):
                 process.suspend()
-            time.sleep(6)
-            for process in stopped:
-                process.resume()
-        shown, _ = run.communicate(timeout=600)
-    assert run.returncode == 0, shown
-    logs = "".join(path.read_text() for path in tmp_path.glob("runs/tiny/logs/*/*/*"))
+            time.sleep(6 * (further < 15))
+            for process in processes:
+                process.resume() if further < 15 else process.terminate()
+        for folder, run in runs.items():
+            shown, _ = run.communicate(timeout=600)
+            assert outcome(folder)["outcome"] == "preempted", shown
+    logs = "".join(path.read_text() for path in tmp_path.glob("*/runs/tiny/logs/*/*/*"))
     assert "Thread" not in logs, "no stacks"
-    assert not list(tmp_path.glob("runs/tiny/logs/*/*/stacks*"))
+    assert not list(tmp_path.glob("*/runs/tiny/logs/*/*/stacks*"))
 
 
 @pytest.mark.slow

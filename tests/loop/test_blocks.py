@@ -199,8 +199,7 @@ def cache(tmp_path_factory) -> str:
 @pytest.mark.parametrize(
     ("backend", "processes", "regional", "precision", "recompute"),
     [
-        ("AOT_EAGER", 1, False, "no", False),
-        ("AOT_EAGER", 2, False, "bf16", True),
+        ("AOT_EAGER", 2, False, "no", False),
         pytest.param("INDUCTOR", 1, True, "bf16", True, marks=needs_compiler),
     ],
 )

@@ -532,7 +532,7 @@ def make_long_run(folder: Path, steps: int) -> Config:
 
 @pytest.mark.slow
 def test_killed_at_any_instant_the_same_command_ends_with_the_same_weights(tmp_path):
-    kills, steps, draw = 20, 120, random.Random(0)
+    kills, steps, draw = 10, 60, random.Random(0)
     reference = make_long_run(tmp_path / "reference", steps)
     config = make_long_run(tmp_path / "killed", steps)
     run_world(2, train, reference)

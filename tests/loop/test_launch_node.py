@@ -19,7 +19,7 @@ from accelerate.commands import launch as accelerate_launch
 from accelerate.commands.config.config_args import ClusterConfig
 from accelerate.utils import ComputeEnvironment, DistributedType
 from documents import HAS_LAUNCHERS, HAS_TOOLS, PROJECT
-from my_project import failures, files, run_files
+from my_project import exits, failures, files, run_files
 from my_project.config import ConfigError
 from my_project.files import TransientError, read_json, wait_until
 from my_project.launching import launch, nodes, workers
@@ -28,7 +28,7 @@ from my_project.process import Launcher
 from runs import quick
 from test_accelerate_configs import CONFIGS
 from test_launch import CONFIG, steps_done, wait_for_steps
-from world import free_port
+from world import free_port, run_world
 
 WHERE = str(PROJECT / "accelerate_configs")
 TRAIN = ("-m", "my_project.train", "--config", "tiny.yaml")
@@ -414,37 +414,56 @@ def test_the_others_are_ended_at_once_but_a_save_is_waited_for(tmp_path):
 
 
 # ---- for real ------------------------------------------------------------------------------------
+def launched_in_fork(
+    folder: Path, processes: int, *words: str, flags: Any = (), **variables: str
+) -> tuple[int, str]:
+    """Launch in a process that has imported torch; return the exit code and what was shown."""
+    (folder / "tiny.yaml").write_text(CONFIG)
+    where = "cpu" if processes == 1 else "cpu_2_processes"
+    arguments = ["--config_file", f"{WHERE}/{where}.yaml", *flags, *TRAIN, *words]
+    (code,) = run_world(1, launch_here, folder, arguments, variables, seconds=600)
+    return code, (folder / "shown").read_text()
+
+
+def launch_here(folder: Path, arguments: list[str], variables: dict[str, str]) -> None:
+    os.chdir(folder)
+    os.environ.update(variables)
+    sys.path.insert(0, str(folder))
+    with open("shown", "w") as shown:
+        for descriptor in (1, 2):
+            os.dup2(shown.fileno(), descriptor)
+    sys.stdout = sys.__stdout__
+    exits.run(launch.main, arguments)
+
+
 @pytest.mark.slow
 def test_killed_processes_are_started_again_in_place_and_give_the_same_weights(tmp_path):
     """Rank 1 gets SIGKILL, then rank 0; another run trains without a kill."""
     long = ("--steps", "40", "--telemetry.every_steps", "1", "--checkpoints.every_steps", "5")
     slow = ("--recipe.init_args.seconds", "0.05", "--recipe.init_args.dropout", "0.2")
-    shown = {}
-    for name, victims in {"whole": (), "killed": (1, 0)}.items():
-        with test_launch.launch(tmp_path, *long, *slow, launcher="my_project.launch") as run:
-            for victim in victims:
-                wait_for_steps(tmp_path, steps_done(tmp_path) + 12)
-                os.kill(test_launch.workers(run.pid)[victim], signal.SIGKILL)
-            shown[name], _ = run.communicate(timeout=600)
-        assert run.returncode == 0, shown[name]
-        (tmp_path / "runs/tiny").rename(tmp_path / name)
+    whole = launched_in_fork(tmp_path, 2, *long, *slow, "--run_name", "whole")
+    assert whole[0] == 0, whole
+    with test_launch.launch(tmp_path, *long, *slow, launcher="my_project.launch") as run:
+        for victim in (1, 0):
+            wait_for_steps(tmp_path, steps_done(tmp_path) + 12)
+            os.kill(test_launch.workers(run.pid)[victim], signal.SIGKILL)
+        shown, _ = run.communicate(timeout=600)
+    assert run.returncode == 0, shown
     for restart, victim in ((1, 1), (2, 0)):  # the other rank may have lost contact and ended too
         again = f"all processes start again, restart {restart}"
-        assert re.search(rf"rank {victim} was ended by SIGKILL[^\n]*: {again}", shown["killed"])
-    assert shown["killed"].count("2 processes on CPU") == 3
-    first, _, second, _, third, last = run_files.lines(tmp_path / "killed")
+        assert re.search(rf"rank {victim} was ended by SIGKILL[^\n]*: {again}", shown)
+    assert shown.count("2 processes on CPU") == 3
+    first, _, second, _, third, last = run_files.lines(tmp_path / "runs/tiny")
     assert [start["attempt"] for start in (first, second, third)] == [0, 1, 2]
-    causes = [start["cause"] for start in run_files.each_start(tmp_path / "killed")]
+    causes = [start["cause"] for start in run_files.each_start(tmp_path / "runs/tiny")]
     assert causes == ["SIGKILL", "SIGKILL", ""]
     assert (last["outcome"], last["step"]) == ("finished", 40)
-    calendar = read_json(tmp_path / "killed/status.json")["goodput"]["calendar"]
+    calendar = read_json(tmp_path / "runs/tiny/status.json")["goodput"]["calendar"]
     assert calendar["seconds"] == pytest.approx(last["time"] - first["time"], abs=0.1)
     assert sum(calendar.values()) - calendar["seconds"] == pytest.approx(1, abs=0.01)
     assert 0 < calendar["lost"] < calendar["kept"] < 0.9
-    assert "since the first launch" in shown["killed"]
-    ours, theirs = (
-        (tmp_path / name / "export/model.safetensors").read_bytes() for name in ("whole", "killed")
-    )
+    assert "since the first launch" in shown
+    ours, theirs = (p.read_bytes() for p in tmp_path.glob("runs/*/export/model.safetensors"))
     assert ours == theirs
 
 

@@ -1,18 +1,12 @@
 """No optimizer of torch ends in another curve, whatever the weights are: see optimizers.py."""
 
 import pytest
-from optimizers import OPTIMIZERS, PROCESSES, WEIGHTS, Cell, external, table, train_external
+from optimizers import OPTIMIZERS, WEIGHTS, Cell, external, table, train_external
 from world import run_world
 
-FEW = [
-    ("AdamW", "channels_last", "one"),
-    ("SGD with momentum", "matrices", "DDP"),
-    ("ASGD", "0-dim", "one"),
-    ("NAdam", "matrices", "DDP"),
-    ("Adagrad", "sparse", "DDP"),
-    ("NAdam", "expanded", "FSDP2"),
-    ("Muon", "matrices", "FSDP2"),
-]
+# besides those that have their turn
+MORE = [(name, "sparse", "DDP") for name in ("Adagrad", "SparseAdam")]
+MORE += [("NAdam", "expanded", "FSDP2")]
 
 
 def is_known_to_train(cell: Cell) -> bool:
@@ -38,15 +32,14 @@ def check(folder, cells: list[Cell]) -> None:
 
 
 @pytest.mark.slow
-def test_optimizers_resume_to_the_bit_and_train_alike_in_ddp_and_fsdp(tmp_path):
-    alone = [(optimizer, weight, "one") for optimizer, weight, layout in FEW]
-    check(tmp_path, [*dict.fromkeys(alone + FEW)])
-
-
-@pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_every_optimizer_resumes_to_the_bit_or_ends_in_an_error(tmp_path):
-    check(tmp_path, [(o, w, layout) for o in OPTIMIZERS for w in WEIGHTS for layout in PROCESSES])
+    """On two processes with matrices and one other kind of weight, in turn."""
+    cells = [(optimizer, weight, "one") for optimizer in OPTIMIZERS for weight in WEIGHTS]
+    for number, optimizer in enumerate(OPTIMIZERS):
+        other = WEIGHTS[1 + number % (len(WEIGHTS) - 1)]
+        cells += [(optimizer, w, how) for w in (WEIGHTS[0], other) for how in ("DDP", "FSDP2")]
+    check(tmp_path, [*dict.fromkeys(cells + MORE)])
 
 
 TRAINS = {
@@ -64,7 +57,9 @@ REFUSED = {"pytorch_optimizer": ["ScalableShampoo", "StableSPAM", "EmoNavi"]}
 @pytest.mark.parametrize("package", TRAINS)
 def test_other_optimizers_resume_to_the_bit_or_are_refused_in_time(tmp_path, package):
     pytest.importorskip(package)
-    (found,) = run_world(1, train_external, tmp_path, external(package), seconds=850)
+    named = [f"{package}.{name}" for name in TRAINS[package] + REFUSED.get(package, [])]
+    paths = [*dict.fromkeys(named + external(package)[::3])]
+    (found,) = run_world(1, train_external, tmp_path, paths, seconds=850)
     wrong = {path: o for path, o in found.items() if o != "ok" and not o.startswith("refused")}
     assert not wrong
     assert {found[f"{package}.{name}"] for name in TRAINS[package]} <= {"ok"}

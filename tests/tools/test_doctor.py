@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import test_launch
 from my_project import failures, run_folder
 from my_project.config import Config, ConfigError
 from my_project.files import read_json, writing
@@ -23,6 +22,7 @@ from my_project.tools.runs import list_runs
 from ragged import Ragged
 from runs import change, make_config, train
 from test_damage import KINDS
+from test_launch_node import launched_in_fork
 from test_stopping import fails, with_fault
 from world import run_world
 
@@ -470,27 +470,23 @@ class Faulty(Ragged):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("fault", "where", "rank", "wanted"),
+    ("fault", "processes", "rank", "wanted"),
     [
-        ("exit", "cpu", 0, ("exited", "known", "ended with exit code 7")),
-        ("crash", "cpu_2_processes", 1, ("crashed", "known", "ended by signal 11 (SIGSEGV)")),
-        ("stop", "cpu_2_processes", 1, ("no report", "likely", "no report from rank 1 on ")),
-        ("leave", "cpu", 0, ("exited", "known", "ended with exit code 0")),
-        ("leave", "cpu_2_processes", 1, ("exited", "known", "ended with exit code 0")),
-        ("call alone", "cpu_2_processes", 0, ("mismatched collectives", "known", "(SIGABRT)")),
-        ("preempt", "cpu", 0, ("killed", "known", "ended by signal 9 (SIGKILL)")),
+        ("exit", 1, 0, ("exited", "known", "ended with exit code 7")),
+        ("crash", 2, 1, ("crashed", "known", "ended by signal 11 (SIGSEGV)")),
+        ("stop", 2, 1, ("no report", "likely", "no report from rank 1 on ")),
+        ("leave", 1, 0, ("exited", "known", "ended with exit code 0")),
+        ("leave", 2, 1, ("exited", "known", "ended with exit code 0")),
+        ("call alone", 2, 0, ("mismatched collectives", "known", "(SIGABRT)")),
+        ("preempt", 1, 0, ("killed", "known", "ended by signal 9 (SIGKILL)")),
     ],
 )
-def test_processes_that_leave_no_report_are_told(tmp_path, monkeypatch, fault, where, rank, wanted):
+def test_processes_that_leave_no_report_are_told(tmp_path, fault, processes, rank, wanted):
     (tmp_path / "own.py").write_text(RECIPE)
-    monkeypatch.setenv("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "3")
-    monkeypatch.setenv("FAULT", fault)
-    monkeypatch.setenv("FAULT_ON", str(rank))
-    options = {"launcher": "my_project.launch", "where": where, "flags": ("--max_restarts", "0")}
     path = ("--recipe.class_path", "own.Faulty", "--distributed.timeout_seconds", "4")
-    with test_launch.launch(tmp_path, *path, **options) as run:
-        run.communicate(timeout=240)
-    assert run.returncode not in (0, 75)
+    more = {"flags": ("--max_restarts", "0"), "FAULT": fault, "FAULT_ON": str(rank)}
+    code, _ = launched_in_fork(tmp_path, processes, *path, **more)
+    assert code not in (0, 75)
     found = diagnose(tmp_path / "runs/tiny")
     assert found["outcome"] == "failed", "not interrupted: its launcher was still running"
     assert (found["cause"], found["certainty"]) == wanted[:2], found

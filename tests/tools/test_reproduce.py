@@ -61,7 +61,6 @@ REPRODUCE = (PYTHON, "-m", "my_project", "runs", "--reproduce")
     ("in_git", "train_as", "in_environment"),
     [
         (True, "my_project.train --config tiny.yaml", False),
-        pytest.param(False, "my_project.train --config tiny.yaml", False, marks=pytest.mark.slow),
         pytest.param(True, "my_project train tiny.yaml --num_processes 2", True,
                      marks=pytest.mark.slow),
         pytest.param(False, "my_project train tiny.yaml --where cpu", True, marks=pytest.mark.slow),
