@@ -454,12 +454,14 @@ def test_killed_processes_are_started_again_in_place_and_give_the_same_weights(t
         assert re.search(rf"rank {victim} was ended by SIGKILL[^\n]*: {again}", shown)
     assert shown.count("2 processes on CPU") == 3
     first, _, second, _, third, last = run_files.lines(tmp_path / "runs/tiny")
-    assert [start["attempt"] for start in (first, second, third)] == [0, 1, 2]
-    causes = [start["cause"] for start in run_files.each_start(tmp_path / "runs/tiny")]
+    assert [start.attempt for start in (first, second, third)] == [0, 1, 2]
+    causes = [
+        start.end and start.end.cause for start in run_files.each_start(tmp_path / "runs/tiny")
+    ]
     assert causes == ["SIGKILL", "SIGKILL", ""]
-    assert (last["outcome"], last["step"]) == ("finished", 40)
+    assert (last.outcome, last.step) == ("finished", 40)
     calendar = read_json(tmp_path / "runs/tiny/status.json")["goodput"]["calendar"]
-    assert calendar["seconds"] == pytest.approx(last["time"] - first["time"], abs=0.1)
+    assert calendar["seconds"] == pytest.approx(last.time - first.time, abs=0.1)
     assert sum(calendar.values()) - calendar["seconds"] == pytest.approx(1, abs=0.01)
     assert 0 < calendar["lost"] < calendar["kept"] < 0.9
     assert "since the first launch" in shown

@@ -363,7 +363,7 @@ def test_a_start_reads_as_much_of_a_long_run_as_of_a_short_one(tmp_path, monkeyp
         assert file.path.read_bytes() == b"".join(lines[:-5])
         assert file.newest == {"interval": length}
         assert file.elapsed_before == (length - 5) / 10
-        assert run_files.last_record(file.run.folder)["step"] == length - 5
+        assert run_files.last_record(file.run.folder).step == length - 5
         assert len(read) == 8
 
 

@@ -6,18 +6,19 @@ from types import SimpleNamespace
 import pytest
 from my_project.records import log, screen
 from my_project.records.log import format_record
+from my_project.run_files import Record
 from my_project.run_folder import Run
 from runs import make_config
 
 
 def test_a_format_record_a_log_holds_no_control_characters():
-    evaluation = {"kind": "evaluation", "step": 4, "seconds": 1.0, "is_best": True}
+    evaluation = {"seconds": 1.0, "is_best": True}
     results = {
         "validation/accuracy": 0.8125,
         "validation/\x1b[2J": None,
         "sample": "one\ntwo\x1b[2J",
     }
-    line = format_record(evaluation | results, 8)
+    line = format_record(Record(kind="evaluation", step=4, values=evaluation | results), 8)
     assert line.startswith("step 4 of 8: validation/accuracy 0.8125, ")
     assert "\x1b" not in line
 
@@ -53,7 +54,7 @@ def test_the_bar_leaves_out_whole_parts_that_do_not_fit(columns, monkeypatch):
 
 
 def test_a_text_that_is_cut_off_is_marked():
-    record = {"kind": "evaluation", "step": 4, "seconds": 1.0, "is_best": False}
-    long = format_record(record | {"sample": "word " * 200}, 8)
-    assert long.endswith("...")
-    assert not format_record(record | {"sample": "word " * 20}, 8).endswith("...")
+    for words in (20, 200):
+        values = {"seconds": 1.0, "is_best": False, "sample": "word " * words}
+        line = format_record(Record(kind="evaluation", step=4, values=values), 8)
+        assert line.endswith("...") == (words == 200)

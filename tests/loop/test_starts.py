@@ -124,11 +124,11 @@ def test_the_line_of_a_start_comes_with_the_run_into_its_folder(tmp_path):
     folder.rename(tmp_path / "old")
     begin(new, 0)
     new.end({0: -9}, [], "")
-    assert [line["id"] for line in lines(tmp_path / "old")] == [old.id] * 2
+    assert [line.id for line in lines(tmp_path / "old")] == [old.id] * 2
     first, *_, last = lines(folder)
-    assert (first["event"], first["nodes"], first["world_size"]) == ("start", 2, 4)
-    assert first["checkpoint"] is None
-    assert (last["outcome"], last["cause"], last["from_step"]) == ("killed", "SIGKILL", 0)
+    assert (first.event, first.nodes, first.world_size) == ("start", 2, 4)
+    assert first.checkpoint is None
+    assert (last.outcome, last.cause, last.from_step) == ("killed", "SIGKILL", 0)
 
 
 def test_a_start_whose_launcher_was_killed_is_ended_by_the_next(tmp_path):
@@ -143,9 +143,9 @@ def test_a_start_whose_launcher_was_killed_is_ended_by_the_next(tmp_path):
         file.write('{"event": "sta')  # killed while it wrote
     begin(second, 5)
     events = lines(tmp_path)
-    assert [event["event"] for event in events] == ["start", "end", "start"]
-    assert (events[1]["id"], events[1]["step"], events[1]["time"]) == (first.id, 9, until)
-    assert events[1]["outcome"] == "killed"
+    assert [event.event for event in events] == ["start", "end", "start"]
+    assert (events[1].id, events[1].step, events[1].time) == (first.id, 9, until)
+    assert events[1].outcome == "killed"
 
 
 def test_of_attempts_before_the_run_only_a_failed_one_is_in_the_summary(tmp_path):
@@ -160,8 +160,8 @@ def test_of_attempts_before_the_run_only_a_failed_one_is_in_the_summary(tmp_path
         starts.end({0: code}, [failures.record(reason="", cause=cause)] * bool(cause), "")
         assert lines(tmp_path) == []
         starts.write()
-        assert [line["event"] for line in lines(tmp_path)] == written
-    assert lines(tmp_path)[1]["cause"] == "exception"
+        assert [line.event for line in lines(tmp_path)] == written
+    assert lines(tmp_path)[1].cause == "exception"
 
 
 # ---- whether a scheduler starts a run again ------------------------------------------------------
@@ -187,7 +187,12 @@ def test_a_run_is_started_again_only_where_it_can_get_further(
 ):
     lines = []
     for number, step in enumerate(steps):
-        record = {"event": "start", "id": f"{number}.0", "launch": number, "time": 1.0 + number}
+        record = {
+            "event": "start",
+            "id": f"{number}.0",
+            "launch": f"{number}",
+            "time": 1.0 + number,
+        }
         record["checkpoint"] = None if step < 0 else step
         restart = {"id": f"{number}.1", "time": 1.5 + number, "checkpoint": 1000}
         lines += [record, record | {"event": "end"}, record | restart]

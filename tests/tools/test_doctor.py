@@ -14,6 +14,7 @@ import pytest
 from my_project import failures, run_folder
 from my_project.config import Config, ConfigError
 from my_project.files import read_json, writing
+from my_project.run_files import Record
 from my_project.run_folder import Run
 from my_project.tools import doctor
 from my_project.tools.doctor import diagnose
@@ -256,15 +257,16 @@ def test_steps_that_overflowed_and_steps_without_items_are_told_apart(tmp_path, 
         assert "--precision" not in str(diagnose(run.folder)["remedy"])
 
 
-def interval(rank: int, lead: float, step: float = 0.4) -> dict[str, Any]:
+def interval(rank: int, lead: float, step: float = 0.4) -> Record:
     seconds = {"rank_seconds_min": 0.01, "rank_seconds_max": 0.01 + lead, "step_seconds": step}
-    return seconds | {"kind": "interval", "slowest_rank": rank, "slowest_host": "gpu-a"}
+    values = {**seconds, "slowest_rank": rank, "slowest_host": "gpu-a"}
+    return Record(kind="interval", step=9, values=values)
 
 
 @pytest.mark.parametrize(
     ("records", "is_slow"),
     [
-        ([{"rank_seconds_max": "1"}, *[interval(1, 0.3)] * 5], True),  # one record is damaged
+        ([Record(step=9, values={"rank_seconds_max": "1"}), *[interval(1, 0.3)] * 5], True),
         ([interval(1, 0.3)] * 4, False),  # too few records
         ([interval(1, 0.3), interval(0, 0.3)] * 5, False),  # no rank is slow in most records
         ([interval(1, 0.08)] * 9, False),  # less than a quarter of a step of 0.4 s
@@ -277,23 +279,28 @@ def test_a_rank_is_slow_if_others_wait_for_it_in_most_records(records, is_slow):
 
 def test_of_a_long_run_the_newest_records_are_kept_in_memory(tmp_path, monkeypatch):
     run = begin(tmp_path, monkeypatch)
-    problem = {"kind": "check", "step": 7, "problem": "ranks differ"}
+    problem = {
+        "kind": "check",
+        "step": 7,
+        "problem": "ranks differ",
+        "elapsed_seconds": 1,
+        "time": 2,
+    }
     records = [{"kind": "interval", "step": step, "time": 1.0} for step in range(1, 2001)]
     lines = [json.dumps(one) + "\n" for one in (*records[:7], problem, *records[7:])]
     (run.folder / "metrics.jsonl").write_text("".join(lines))
     found = doctor.read_folder(run.folder)
     newest, checks = found.skimmed
-    assert [one["step"] for one in newest] == [*range(1901, 2001)]
-    assert checks == [problem]
-    assert "records" not in vars(found), "which would hold all"
+    assert [one.step for one in newest] == [*range(1901, 2001)]
+    assert [one.to_json() for one in checks] == [problem]
     told = diagnose(run.folder)
     assert "from step 7 on: ranks differ" in told["known"]
     assert told["step"] == 2000, "status.json of a run under way has an earlier one"
 
 
 def test_what_checks_have_found_is_told_once_with_its_first_step():
-    found = [{"problem": problem, "step": step} for step, problem in enumerate("abacd")]
-    lines = doctor.check_findings([{"kind": "interval", "step": 9}, *found])
+    found = [Record(step=step, values={"problem": what}) for step, what in enumerate("abacd")]
+    lines = doctor.check_findings([Record(kind="interval", step=9), *found])
     assert [re.findall(r"step (\d+) .*: (\w)$", line)[0] for line in lines] == [
         ("0", "a"), ("1", "b"), ("3", "c"), ("4", "d"),
     ]  # fmt: skip

@@ -14,15 +14,16 @@ import stat
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import is_dataclass
 from functools import cache
 from pathlib import Path
 from types import UnionType
-from typing import IO, Any, TypeVar, get_args, get_origin, get_type_hints
+from typing import IO, Any, TypeAlias, TypeGuard, TypeVar, get_args, get_origin, get_type_hints
 
 T = TypeVar("T")
+Json: TypeAlias = bool | int | float | str | Sequence["Json"] | Mapping[str, "Json"] | None
 logger = logging.getLogger(__name__)
 
 
@@ -166,11 +167,11 @@ def convert(value: Any, hint: Any) -> Any:
     raise TypeError(f"{type(value).__name__} is not {hint}")
 
 
-def finite(record: dict[str, Any]) -> dict[str, Any]:
+def finite(values: Mapping[str, T]) -> dict[str, T | None]:
     """Replace NaN and infinities, which JSON lacks, with None."""
     return {
         name: None if isinstance(value, float) and not math.isfinite(value) else value
-        for name, value in record.items()
+        for name, value in values.items()
     }
 
 
@@ -291,7 +292,7 @@ def code_digest(recipe: object) -> str:
     return hashlib.sha256(str(sorted(hashes)).encode()).hexdigest()[:8]
 
 
-def is_number(value: Any) -> bool:
+def is_number(value: Json) -> TypeGuard[float]:
     """Return whether a value of a JSON file is a number."""
     return isinstance(value, (int, float)) and not isinstance(value, bool)
 

@@ -191,7 +191,7 @@ class Evaluations:
         whole = content[: content.rfind(b"\n") + 1]
         if whole != content:
             self.file.truncate(len(whole))
-        self.done = {str(parse_record(line).get("weights")) for line in whole.splitlines()}
+        self.done = {str(parse_record(line).values.get("weights")) for line in whole.splitlines()}
         return self
 
     def __exit__(self, *_: object) -> None:

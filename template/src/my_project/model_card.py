@@ -116,12 +116,12 @@ def results(run: Run) -> str:
     if not evaluations:
         return "None: the run has no validation set.\n"
     columns = {"last": evaluations[-1]}
-    if best := [record for record in evaluations if record.get("is_best") is True]:
+    if best := [record for record in evaluations if record.values.get("is_best") is True]:
         columns["best"] = best[-1]
-    heads = [f"{name} (step {record['step']:,})" for name, record in columns.items()]
+    heads = [f"{name} (step {record.step:,})" for name, record in columns.items()]
     rows = [["metric", *heads], ["---"] * (1 + len(heads))]
-    for name in [name for name in evaluations[-1] if "/" in name][:MOST_METRICS]:
-        values = [format_metric(record.get(name)) for record in columns.values()]
+    for name in [name for name in evaluations[-1].values if "/" in name][:MOST_METRICS]:
+        values = [format_metric(record.number(name)) for record in columns.values()]
         rows.append([cell(name), *values])
     return "".join(f"| {' | '.join(row)} |\n" for row in rows)
 

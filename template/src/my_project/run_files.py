@@ -5,22 +5,22 @@ docs/run-folder.md describes them and their fields.
 
 import fcntl
 import json
+import math
 import os
 import re
 import struct
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from types import NoneType
 from typing import Any
 
 from .failures import Failure
 from .files import (
     MAX_LINE_BYTES,
+    Json,
     from_object,
-    is_like,
     is_number,
     open_own,
     read_json,
@@ -31,14 +31,7 @@ from .files import (
 RUN_FORMAT = 1  # of a run folder, in run.json; docs/run-folder.md says what it means
 BLOCK_BYTES = 1 << 16  # of one read from the end of a file
 ENDED = ("finished", "preempted")  # the outcomes after which no step has to be done again
-NUMBER = (int, float)
-LINE_TYPES = {  # of the fields of a line in starts.jsonl
-    **dict.fromkeys(("event", "id"), str),
-    "time": NUMBER,
-    **dict.fromkeys(("first_step_time", "from_step", "step", "checkpoint"), (*NUMBER, NoneType)),
-    **dict.fromkeys(("outcome", "cause", "settings"), (str, NoneType)),
-    "micro_batch_size": (int, NoneType),
-}
+MAX_STEP = 2**53  # exact as a float
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,6 +101,69 @@ class RunInfo:
         return not self.launch
 
 
+@dataclass(frozen=True, kw_only=True)
+class Record:
+    """A line of metrics.jsonl or evaluations.jsonl; a field of another type gets its default."""
+
+    kind: str = ""
+    step: int = -1  # steps done
+    epoch: float | None = None  # a stream has none
+    elapsed_seconds: float = 0.0  # over all starts
+    time: float = 0.0  # seconds since 1970
+    values: Mapping[str, Json] = field(default_factory=dict)  # by name, those of its kind
+
+    def to_json(self) -> dict[str, Json]:
+        """Return the content of the line."""
+        epoch = {} if self.epoch is None else {"epoch": self.epoch}
+        ends = {"elapsed_seconds": self.elapsed_seconds, "time": self.time}
+        return {"kind": self.kind, "step": self.step, **epoch, **self.values, **ends}
+
+    @property
+    def is_damaged(self) -> bool:
+        """Return whether the line was damaged: each record has a step."""
+        return self.step < 0
+
+    def number(self, name: str, default: float = math.nan) -> float:
+        """Return one of the values; the default if it is no number, as null (not finite)."""
+        value = self.values.get(name)
+        return value if is_number(value) else default
+
+    def text(self, name: str) -> str:
+        """Return one of the values; "" if it is missing or no text."""
+        value = self.values.get(name)
+        return value if isinstance(value, str) else ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StartLine:
+    """A line of starts.jsonl, which says what is known when a start begins, or when it ends."""
+
+    event: str
+    id: str
+    time: float  # seconds since 1970
+    checkpoint: int | None = None
+    launch: str = ""
+    attempt: int = 0
+    job: str = ""
+    nodes: int = 0
+    world_size: int = 0
+    micro_batch_size: int | None = None
+    settings: str | None = None
+    first_step_time: float | None = None
+    from_step: int | None = None
+    step: int | None = None
+    outcome: str | None = None
+    cause: str | None = None
+
+
+@dataclass(frozen=True)
+class Start:
+    """The lines of a start."""
+
+    begin: StartLine
+    end: StartLine | None = None  # None: it is under way, or its launcher was killed
+
+
 def local_folder(path: str) -> Path:
     """Return the folder that a command was given; for a URL, a copy of what is there."""
     if "://" in path:  # of a mirror
@@ -157,8 +213,8 @@ def lock_path(folder: Path) -> Path:
     return folder / ".lock"
 
 
-def each_record(path: Path, kind: str = "") -> Iterator[dict[str, Any]]:
-    """Yield the records of a metrics.jsonl, reading line by line; {} for a damaged line.
+def each_record(path: Path, kind: str = "") -> Iterator[Record]:
+    """Yield the records of a metrics.jsonl, and damaged ones, reading line by line.
 
     A last line that a kill has cut off does not count as damaged.
 
@@ -172,11 +228,11 @@ def each_record(path: Path, kind: str = "") -> Iterator[dict[str, Any]]:
             if needed not in line:
                 continue
             record = parse_record(line)
-            if record or line.endswith(b"\n") or not line.startswith(b"{"):
+            if not record.is_damaged or line.endswith(b"\n") or not line.startswith(b"{"):
                 yield record
 
 
-def each_record_backward(path: Path) -> Iterator[tuple[int, bytes, dict[str, Any]]]:
+def each_record_backward(path: Path) -> Iterator[tuple[int, bytes, Record]]:
     """Yield the records of a metrics.jsonl as each_record does, but the last one first.
 
     A run may have a million of them, and a start needs few. Each comes with the position and the
@@ -199,18 +255,30 @@ def each_record_backward(path: Path) -> Iterator[tuple[int, bytes, dict[str, Any
                 at -= len(line)
                 record = parse_record(line)
                 is_cut = at + len(line) == size and line.startswith(b"{") and line[-1:] != b"\n"
-                if record or not is_cut:
+                if not (record.is_damaged and is_cut):
                     yield at, line, record
 
 
-def parse_record(line: bytes) -> dict[str, Any]:
-    """Return the record in a line; {} if there is none."""
+def parse_record(line: bytes) -> Record:
+    """Return the record in a line, which may be damaged."""
     try:
-        record = json.loads(line.decode())
+        values = json.loads(line.decode())
     except (ValueError, RecursionError):
-        return {}
-    is_record = isinstance(record, dict) and isinstance(record.get("step"), int)
-    return record if is_record and is_number(record.get("time", 0)) else {}
+        return Record()
+    if not isinstance(values, dict):
+        return Record()
+    kind, step, epoch = values.pop("kind", ""), values.pop("step", -1), values.pop("epoch", None)
+    elapsed, time = values.pop("elapsed_seconds", 0.0), values.pop("time", 0.0)
+    if type(step) is not int or not 0 <= step < MAX_STEP or not is_number(time):
+        return Record()
+    return Record(
+        kind=str(kind),
+        step=step,
+        epoch=epoch if is_number(epoch) else None,
+        elapsed_seconds=elapsed if is_number(elapsed) else 0.0,
+        time=time,
+        values=values,
+    )
 
 
 def flat(settings: dict[str, Any], prefix: str = "") -> dict[str, Any]:
@@ -226,11 +294,6 @@ def flat(settings: dict[str, Any], prefix: str = "") -> dict[str, Any]:
         elif value != {} or name != "recipe":  # a recipe without arguments
             named[name] = value
     return named
-
-
-def kind_of(record: dict[str, Any]) -> str:
-    """Return the kind of a record (docs/run-folder.md)."""
-    return str(record.get("kind"))
 
 
 def checkpoint_step(folder: Path) -> int:
@@ -275,46 +338,39 @@ def newest_checkpoint(folder: Path) -> int | None:
     return next(map(checkpoint_step, checkpoints(folder)[-1:]), None)
 
 
-def lines(folder: Path) -> list[dict[str, Any]]:
+def lines(folder: Path) -> list[StartLine]:
     """Return the lines of starts.jsonl, without damaged ones; [] if no launcher wrote any."""
     intact = []
     with suppress(OSError):
         for text in read_own(folder / "starts.jsonl").splitlines():
-            with suppress(ValueError, LookupError, TypeError):
-                line = json.loads(text)
-                if is_like(dict.fromkeys(LINE_TYPES) | line, LINE_TYPES):
-                    intact.append(line)
+            with suppress(ValueError, TypeError, RecursionError):
+                intact.append(from_object(StartLine, json.loads(text)))
     return intact
 
 
-def last_record(folder: Path) -> dict[str, Any]:
-    """Return the last record of metrics.jsonl; {} without one."""
+def last_record(folder: Path) -> Record:
+    """Return the last record of metrics.jsonl; without one, a record of step 0."""
     with suppress(OSError):  # there are none yet, or the storage is gone
         for _, _, record in each_record_backward(folder / "metrics.jsonl"):
-            if record:
+            if not record.is_damaged:
                 return record
-    return {}
+    return Record(step=0)
 
 
-def records(folder: Path, kind: str = "") -> Iterator[dict[str, Any]]:
+def records(folder: Path, kind: str = "") -> Iterator[Record]:
     """Yield the records of metrics.jsonl that are not damaged, of one kind or of all."""
     with suppress(OSError):  # there are none yet, or the storage is gone
         for record in each_record(folder / "metrics.jsonl", kind):
-            if record and kind in ("", kind_of(record)):
+            if not record.is_damaged and kind in ("", record.kind):
                 yield record
 
 
-def each_start(folder: Path) -> list[dict[str, Any]]:
-    """Return the starts in starts.jsonl by time, each with the fields of both of its lines.
-
-    "began" and "checkpoint_before" are from the first; "time" is when the start ended, None for one
-    that is under way or whose launcher was killed.
-    """
-    starts: dict[str, dict[str, Any]] = {}
+def each_start(folder: Path) -> list[Start]:
+    """Return the starts in starts.jsonl by time."""
+    starts: dict[str, Start] = {}
     for line in lines(folder):
-        if line["event"] == "start":
-            before = {"began": line["time"], "checkpoint_before": line.get("checkpoint")}
-            starts[line["id"]] = line | before | {"time": None, "first_step_time": None}
-        elif line["id"] in starts:
-            starts[line["id"]] |= line
-    return sorted(starts.values(), key=lambda start: start["began"])
+        if line.event == "start":
+            starts[line.id] = Start(line)
+        elif line.id in starts:
+            starts[line.id] = Start(starts[line.id].begin, line)
+    return sorted(starts.values(), key=lambda start: start.begin.time)

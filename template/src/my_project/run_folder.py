@@ -69,7 +69,7 @@ class Run:
         self.is_shared = True  # by all nodes; if not, each has a folder of its own
         self.provenance = Origin()  # of this launch, on rank 0
         self.numerics: dict[str, Any] = {}  # of this launch, see accelerator.numerics
-        self.notes: list[dict[str, Any]] = []  # records to be written to metrics.jsonl
+        self.notes: list[tuple[str, dict[str, files.Json]]] = []  # for records: kind and values
         self.began = time.monotonic()
         self.warned_before = WARNED.count  # in an earlier run of this process
         self.paused_seconds = 0.0  # in evaluations and saves of this start
@@ -93,7 +93,7 @@ class Run:
         reason: str = "",
         *,
         note: str | None = None,
-        result: dict[str, Any] | None = None,
+        result: dict[str, float] | None = None,
         patience: int | None = None,
         failure: Failure | None = None,
     ) -> None:
@@ -225,7 +225,7 @@ class Run:
         changed = {name: [before[name], now] for name, now in self.numerics.items()}
         changed = {name: values for name, values in changed.items() if values[0] != values[1]}
         if changed and self.rank == 0:
-            self.notes.append({"kind": "numerics", "changed": changed})
+            self.notes.append(("numerics", {"changed": changed}))
             for name, (old, now) in changed.items():
                 text = "%s was trained with %s %s (now %s): the curve may differ from here on"
                 logger.warning(text, folder, name, old, now)

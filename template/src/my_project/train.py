@@ -28,6 +28,7 @@ from .checks.start import Checks
 from .contract import check_best_metric
 from .ema import EMA, build_ema
 from .evaluate import evaluate, sanity_check
+from .files import Json
 from .loading.layout import (
     BatchLayout,
     batch_layout,
@@ -363,11 +364,11 @@ def evaluate_and_record(t: Training) -> None:
         results = evaluate(
             accelerator, t.config, model, t.validation_sets, state.step, run.note_progress
         )
-        shown: dict[str, Any] = {}
+        shown: dict[str, Json] = {}
         shown |= samples.show(accelerator, run, model, t.data_info, t.validation_sets)
         if state.record_evaluation(t.config, results):  # the best so far
             exporting.export(run, t.data_info, t.model, t.checkpoints, "best")
-    t.recorder.write_evaluation(results, **shown)
+    t.recorder.write_evaluation(results, shown)
     t.checkpoints.add_evaluation(state)
 
 
@@ -381,7 +382,7 @@ def finish(t: Training, end_reason: str) -> int:
         reasons = gather_on_main(t.accelerator, t.stop.reason)
         if run.rank == 0:
             reason = first_reason(reasons, run.hosts)
-            t.recorder.write({"kind": "stop", "reason": reason})
+            t.recorder.write("stop", {"reason": reason})
             run.write_status("preempted", reason, note=checkpoints.note)
         finish_mirror(t.accelerator, checkpoints, is_stop=True)
         return PREEMPTED

@@ -1,6 +1,7 @@
 """Format durations, numbers, plurals and paths as text; print text without control characters."""
 
 import io
+import math
 import os
 import shlex
 import sys
@@ -41,7 +42,7 @@ def format_seconds(seconds: float) -> str:
 
 def format_metric(value: float | None) -> str:
     """Format a metric: four decimals, or none from 100 on."""
-    if value is None:
+    if value is None or math.isnan(value):
         return "not a number"
     return f"{value:.4f}" if abs(value) < 100 else f"{value:.0f}"
 

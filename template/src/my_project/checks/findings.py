@@ -44,7 +44,7 @@ class Findings:
             )
         if self.run.rank == 0:
             logger.warning(problem)
-            self.run.notes.append({"kind": "check", "check": check, "problem": problem})
+            self.run.notes.append(("check", {"check": check, "problem": problem}))
 
     def passed(self, check: str, text: str) -> None:
         """Log what a check has found to be right: in the log file, and on screen in a dry run."""

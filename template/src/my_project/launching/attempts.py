@@ -255,8 +255,8 @@ def progress(folder: Path, began: float, status: Status, steps: list[int]) -> di
         steps: the steps named in the start's error files.
     """
     last = last_record(folder)
-    if last.get("time", 0) >= began:
-        steps = [*steps, last["step"]]
+    if last.time >= began:
+        steps = [*steps, last.step]
     known = {"first_step_time": status.first_step_time, "from_step": status.from_step}
     return known | {"step": max([0, *steps, status.step])}
 
@@ -267,10 +267,10 @@ def missing_end(folder: Path) -> list[dict[str, Any]]:
     The next launcher writes it before its processes drop the records of steps to be repeated.
     """
     for start in lines(folder)[-1:]:
-        if start["event"] == "start":
-            known = progress(folder, start["time"], read_status(folder), [])
-            times = known["first_step_time"] or 0, last_record(folder).get("time", 0)
-            line = {"event": "end", "id": start["id"], "time": max(start["time"], *times)}
+        if start.event == "start":
+            known = progress(folder, start.time, read_status(folder), [])
+            times = known["first_step_time"] or 0, last_record(folder).time
+            line = {"event": "end", "id": start.id, "time": max(start.time, *times)}
             return [line | known | {"outcome": "killed", "cause": ""}]
     return []
 
@@ -283,7 +283,7 @@ def steps_at_launches(folder: Path) -> list[int]:
     """
     steps: dict[str, int | None] = {}
     for start in each_start(folder):
-        steps.setdefault(str(start.get("launch")), start["checkpoint_before"])
+        steps.setdefault(start.begin.launch, start.begin.checkpoint)
     return [-1 if step is None else step for step in (*steps.values(), newest_checkpoint(folder))]
 
 

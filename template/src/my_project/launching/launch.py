@@ -926,7 +926,7 @@ def report_held_lock(launch: Launch, rank: int, logs: Path | None, starts: Start
         f" {limits.timeout_seconds:g}, startup_timeout_seconds {limits.startup_timeout_seconds:g})"
     )
     failure = failures.record(reason=reason, cause="stalled", details=stacks)
-    step = last_record(starts.folder).get("step", 0)
+    step = last_record(starts.folder).step
     failure = replace(failure, rank=rank, step=step, launch=starts.id)
     with suppress(OSError):
         if starts.is_new:
@@ -939,7 +939,7 @@ def report_lost_node(launch: Launch, others: Any, starts: Starts) -> Failure:
     node = others.lost
     position = [member.rank for member in others.members].index(node.rank)
     rank = position * launch.processes_per_node
-    step = last_record(launch.config.folder).get("step", 0)
+    step = last_record(launch.config.folder).step
     reason = (
         f"node {node.rank} has not answered for {launch.own.lost_node_seconds:g} s: its host has"
         " crashed, hangs or is cut off from the network"

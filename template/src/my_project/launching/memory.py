@@ -38,8 +38,8 @@ def lowered_micro_batch(config: Config, options: Namespace) -> int:
     if starts_over_now(config):
         return 0
     digest = _digest(config, options)
-    starts = [line for line in lines(config.folder) if line.get("settings") == digest]
-    return (starts[-1].get("micro_batch_size") or 0) if starts else 0
+    starts = [line for line in lines(config.folder) if line.settings == digest]
+    return (starts[-1].micro_batch_size or 0) if starts else 0
 
 
 def with_next_micro_batch(launch: "Launch", failures: list[Failure]) -> "Launch":
@@ -130,7 +130,7 @@ def report_memory_kill(
     failure = replace(
         record(reason=reason, cause="out of host memory"),
         rank=rank,
-        step=last_record(starts.folder).get("step", 0),
+        step=last_record(starts.folder).step,
         launch=starts.id,
     )
     # written by memory_explained, unless the process was killed before that

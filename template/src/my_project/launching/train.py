@@ -22,14 +22,13 @@ import shlex
 import sys
 import tempfile
 from pathlib import Path
-from typing import Any
 
 from ..config import BatchesConfig, Config, ConfigError, each_setting
 from ..exits import run
 from ..files import read_yaml, writing
 from ..loading.layout import batch_layout, max_processes
 from ..process import DRY_RUN, say_that_it_imports
-from ..run_files import each_record, read_info
+from ..run_files import Record, each_record, read_info
 from ..safety.redaction import mask_command
 from ..settings import did_you_mean, parse
 from ..words import PACKAGE, format_seconds, print_block, rows
@@ -138,10 +137,10 @@ def print_estimate(config: Config, folder: Path) -> None:
     """Print the time and memory of a step, and an estimate for the whole run."""
     from ..ema import ema_problem
 
-    last: dict[str, Any] = {}  # stays empty without records/performance.py
+    last = Record()  # stays so without records/performance.py
     for record in each_record(folder / "metrics.jsonl"):
-        last = record if "samples_per_second" in record else last
-    rate, size = last.get("samples_per_second"), config.batches.global_batch_size
+        last = record if "samples_per_second" in record.values else last
+    rate, size = last.number("samples_per_second", 0.0), config.batches.global_batch_size
     samples = read_info(folder).lengths.get("the training set", 0)
     steps = config.steps or max(1, round((config.epochs or 0) * (samples // size)))
     pairs = []
@@ -149,7 +148,7 @@ def print_estimate(config: Config, folder: Path) -> None:
         whole = f"{steps} steps: about {format_seconds(steps * size / rate)} without pauses"
         pairs = [
             ("step", f"{size / rate:.3g} s, {rate:.4g} samples per second, in the second step"),
-            ("memory", f"{last['peak_memory_bytes'] / 1e6:.0f} MB at the peak of a process"),
+            ("memory", f"{last.number('peak_memory_bytes') / 1e6:.0f} MB at the peak of a process"),
             ("whole", whole),
         ]
     pairs.append(("warning", ema_problem(config.optim.ema_decay, steps)))

@@ -1,9 +1,9 @@
 """Write the log: a line for each record, and lines at the start and the end of a run."""
 
 import logging
+import math
 import os
 from pathlib import Path
-from typing import Any
 
 import torch
 from accelerate import Accelerator
@@ -11,7 +11,7 @@ from torch import nn
 
 from ..loading.layout import BatchLayout
 from ..process import LOGS
-from ..run_files import kind_of
+from ..run_files import Record
 from ..run_folder import FINISHED_BEFORE, Run
 from ..words import format_metric, format_seconds, printable, processes, say, shortened
 
@@ -19,50 +19,51 @@ logger = logging.getLogger(__name__)
 SAMPLE_CHARACTERS = 500  # logged of the recipe's text
 
 
-def log_record(record: dict[str, Any], total_steps: int) -> None:
+def log_record(record: Record, total_steps: int) -> None:
     """Log a record of metrics.jsonl; the entry has its kind, for filters of the logger."""
     if line := format_record(record, total_steps):
-        logger.info(line, extra={"kind": kind_of(record)})
+        logger.info(line, extra={"kind": record.kind})
 
 
-def format_record(record: dict[str, Any], total_steps: int) -> str:
+def format_record(record: Record, total_steps: int) -> str:
     """Return the line of a record; "" if it is logged elsewhere."""
-    kind, step, text = kind_of(record), record["step"], ""
+    kind, text = record.kind, ""
     if kind == "interval":
         parts = format_interval(record, total_steps)
-        if norm := record["gradient_norm"]:
+        if norm := record.number("gradient_norm", 0.0):
             parts.append(f"gradient norm {norm:.4g}")
-        if "epoch" in record:  # a stream has none
-            parts.append(f"epoch {round(record['epoch'], 2)}")
-        text = ", ".join([*parts, f"{format_seconds(record['elapsed_seconds'])} elapsed"])
+        if record.epoch is not None:
+            parts.append(f"epoch {round(record.epoch, 2)}")
+        text = ", ".join([*parts, f"{format_seconds(record.elapsed_seconds)} elapsed"])
     elif kind == "evaluation":
         parts = [
-            f"{printable(name)} {format_metric(value)}"
-            for name, value in record.items()
+            f"{printable(name)} {format_metric(record.number(name))}"
+            for name in record.values
             if "/" in name  # <set>/<metric>
         ]
-        parts += ["the best so far"] if record["is_best"] else []
-        text = ", ".join([*parts, f"in {record['seconds']:.3g} s"])
-        lines = shortened(record.get("sample", ""), SAMPLE_CHARACTERS).splitlines()
+        parts += ["the best so far"] if record.values["is_best"] else []
+        text = ", ".join([*parts, f"in {record.number('seconds'):.3g} s"])
+        lines = shortened(record.text("sample"), SAMPLE_CHARACTERS).splitlines()
         text += "".join(f"\n  {printable(line)}" for line in lines)
     elif kind == "checkpoint":
-        text = f"a save, for which training waited {record['seconds']:.2g} s"
-    return f"step {step} of {total_steps}: {text}" if text else ""
+        text = f"a save, for which training waited {record.number('seconds'):.2g} s"
+    return f"step {record.step} of {total_steps}: {text}" if text else ""
 
 
-def format_interval(interval: dict[str, Any], total_steps: int) -> list[str]:
+def format_interval(interval: Record, total_steps: int) -> list[str]:
     """Return the parts of an interval's line: loss, time left, rate, speed, MFU, data, skipped."""
-    loss, skipped = interval["loss"], interval["skipped_steps"]
-    parts = ["loss not finite" if loss is None else f"loss {loss:#.4g}".removesuffix(".")]
-    if "step_seconds" in interval:
-        left = (total_steps - interval["step"]) * interval["step_seconds"]  # at this speed
+    loss, skipped = interval.number("loss"), interval.values["skipped_steps"]
+    parts = ["loss not finite" if math.isnan(loss) else f"loss {loss:#.4g}".removesuffix(".")]
+    if step_seconds := interval.number("step_seconds", 0.0):
+        left = (total_steps - interval.step) * step_seconds  # at this speed
         parts.append(f"{format_seconds(left)} left")
-    parts.append(f"lr {interval['learning_rate']:.1e}")
-    if rate := interval.get("items_per_second"):
-        unit = "samples" if rate == interval["samples_per_second"] else "items"
+    parts.append(f"lr {interval.number('learning_rate'):.1e}")
+    if rate := interval.number("items_per_second", 0.0):
+        unit = "samples" if rate == interval.number("samples_per_second") else "items"
         parts.append(f"{float(format(rate, '.4g')):,g} {unit}/s")
     for name, field in (("MFU", "mfu"), ("data", "data_share")):
-        parts += [f"{name} {100 * interval[field]:.3g}%"] if interval.get(field) is not None else []
+        share = interval.number(field)
+        parts += [] if math.isnan(share) else [f"{name} {100 * share:.3g}%"]
     return parts + ([f"{skipped} steps skipped"] if skipped else [])
 
 

@@ -21,7 +21,7 @@ from ..contract import RecipeModule
 from ..loading.layout import BatchLayout
 from ..parallel import is_compiled
 from ..recipe import optional
-from ..run_files import kind_of
+from ..run_files import Record
 from ..run_folder import Run
 from ..state import StepReport
 from ..step_sums import HostCopy
@@ -61,9 +61,9 @@ class Performance:
         self.clock = time.perf_counter()  # the end of the interval, if it ended now
         self._begin_interval()
 
-    def write(self, record: dict[str, Any]) -> None:
+    def write(self, record: Record) -> None:
         """Begin the first interval with the start's record: trackers may take seconds before it."""
-        if kind_of(record) == "start":
+        if record.kind == "start":
             self.interval_began = time.perf_counter()
 
     def wrap_batches(self, batches: Iterable[Any]) -> Iterator[Any]:

@@ -48,10 +48,10 @@ from accelerate import Accelerator
 from torch import nn
 
 from ..config import Config
-from ..files import finite, open_own, unused_name, writing
+from ..files import Json, finite, open_own, unused_name, writing
 from ..loading.layout import BatchLayout
 from ..optim import learning_rate
-from ..run_files import each_record_backward, kind_of
+from ..run_files import Record, each_record_backward
 from ..run_folder import Run
 from ..state import NotFiniteError, StepReport, TrainState
 from .log import log_record
@@ -112,7 +112,8 @@ class Recorder:
         # the last step of this interval that was observed, and its learning rate
         self.last: StepReport | None = None
         self.rate = 0.0
-        self.pending: dict[str, Any] | None = None  # a record that is waiting for the other ranks
+        # the step and the values of an interval, which wait for the other ranks
+        self.pending: tuple[int, dict[str, Json]] | None = None
 
     # ---- start and end ---------------------------------------------------------------------------
     def __enter__(self) -> "Recorder":
@@ -120,13 +121,12 @@ class Recorder:
             self.file.drop_newer(self.state)
             call(self.outputs, "start", self.state.step, self.file.newest)
             start = {
-                "kind": "start",
                 "world_size": self.layout.world_size,
                 "micro_batch_size": self.layout.micro_batch_size,
                 "hosts": self.run.hosts,
                 "resumed_from": self.run.continued_from,
             }
-            self.write(start)
+            self.write("start", start)
             self._write_pending()
         return self
 
@@ -141,24 +141,29 @@ class Recorder:
                 call(self.outputs, "failed")
             call(reversed(self.outputs), "close")
 
-    def write(self, record: dict[str, Any]) -> None:
-        """Write a record everywhere, on rank 0, with the fields that all records have."""
+    def write(self, kind: str, values: dict[str, Json], step: int | None = None) -> None:
+        """Write a record everywhere, on rank 0; by default, of the steps that are done."""
         if not self.is_main:
             return
-        step = record.get("step", self.state.step)
-        common = {"kind": record["kind"], "step": step}
-        if self.steps_per_epoch:
-            common["epoch"] = round(step / self.steps_per_epoch, 4)
-        written = self.file.append(common | record)
-        call(self.outputs, "write", written)
-        log_record(written, self.run.total_steps)
+        step = self.state.step if step is None else step
+        record = Record(
+            kind=kind,
+            step=step,
+            epoch=round(step / self.steps_per_epoch, 4) if self.steps_per_epoch else None,
+            elapsed_seconds=round(self.file.elapsed_before + time.monotonic() - self.run.began, 3),
+            time=round(time.time(), 3),
+            values=finite(values),
+        )
+        self.file.append(record)
+        call(self.outputs, "write", record)
+        log_record(record, self.run.total_steps)
 
-    def write_evaluation(self, results: dict[str, float], **samples: Any) -> None:
+    def write_evaluation(self, results: dict[str, float], samples: dict[str, Json]) -> None:
         """Record the results of the evaluation that was the last pause."""
         if results or samples:  # there may be no validation set
             is_best = self.state.best is not None and self.state.best_step == self.state.step
-            fields = rounded({"seconds": self.last_pause}) | {"is_best": is_best}
-            self.write({"kind": "evaluation"} | fields | results | samples)
+            values = rounded({"seconds": self.last_pause}) | {"is_best": is_best}
+            self.write("evaluation", values | results | samples)
         if self.last and self.state.end_reason(self.run):  # early stopping
             self._end_interval(self.last)
             self._write_pending()
@@ -195,7 +200,7 @@ class Recorder:
         self.last_pause = time.perf_counter() - start
         self.run.paused_seconds += self.last_pause
         if kind == "saving":
-            self.write({"kind": "checkpoint"} | rounded({"seconds": self.last_pause}))
+            self.write("checkpoint", rounded({"seconds": self.last_pause}))
         call(self.outputs, "resume", kind, self.last_pause)
 
     # ---- the interval ----------------------------------------------------------------------------
@@ -222,9 +227,7 @@ class Recorder:
         """
         state = self.state
         items = state.interval_num_items or math.nan
-        self.pending = {
-            "kind": "interval",
-            "step": report.step + 1,
+        values: dict[str, Json] = {
             "steps": state.interval_steps,
             "skipped": state.interval_skipped_steps,
             "skipped_steps": state.skipped_steps,
@@ -234,6 +237,7 @@ class Recorder:
             "gradient_norm": report.grad_norm,
             **rounded(self._fields("end_interval")),
         }
+        self.pending = report.step + 1, values
         gc.collect()  # after the same step on all ranks: a rank that pauses delays all others
         self.last = None
         state.begin_interval()
@@ -245,12 +249,12 @@ class Recorder:
             wait: whether to wait for these reports; this is then called on all ranks.
         """
         if self.pending:
-            record, self.pending = self.pending, None
+            (step, values), self.pending = self.pending, None
             if wait:
-                record |= rounded(self._fields("gathered"))
-            self.write(record)
+                values |= rounded(self._fields("gathered"))
+            self.write("interval", values, step)
         while self.run.notes:
-            self.write(self.run.notes.pop(0))
+            self.write(*self.run.notes.pop(0))
 
     def _fields(self, name: str) -> dict[str, Any]:
         """Call a method of every output; return their fields, merged."""
@@ -283,15 +287,14 @@ class RecordFile:
         size = 0  # of the older lines
         with writing(self.run.folder):
             for at, line, record in each_record_backward(self.path):
-                if not record:
+                if record.is_damaged:
                     is_damaged = True
                     continue
-                kind, step = kind_of(record), record["step"]
+                kind, step = record.kind, record.step
                 self.newest[kind] = max(step, self.newest.get(kind, 0))
                 is_older = step < state.step
                 if is_older or (step == state.step and kind not in again):
-                    elapsed = record.get("elapsed_seconds", 0.0)
-                    self.elapsed_before = max(elapsed, self.elapsed_before)
+                    self.elapsed_before = max(record.elapsed_seconds, self.elapsed_before)
                     if is_older:
                         size = at + len(line)
                         kept += [b"\n"] * (line[-1:] != b"\n")
@@ -306,17 +309,11 @@ class RecordFile:
                 file.writelines(reversed(kept))
                 file.truncate()
 
-    def append(self, record: dict[str, Any]) -> dict[str, Any]:
-        """Append a record, with the time; return it as it was written.
-
-        If that fails (a full disk), the line is written with the next record.
-        """
-        elapsed = self.elapsed_before + time.monotonic() - self.run.began
-        now = {"elapsed_seconds": round(elapsed, 3), "time": round(time.time(), 3)}
-        record = finite(record | now)
+    def append(self, record: Record) -> None:
+        """Append a record; if that fails (a full disk), its line is written with the next one."""
         if not self.run.is_current:
-            return record  # the file belongs to another launch, and the next save ends this launch
-        self.unwritten += json.dumps(record, allow_nan=False).encode() + b"\n"
+            return  # the file belongs to another launch, and the next save ends this launch
+        self.unwritten += json.dumps(record.to_json(), allow_nan=False).encode() + b"\n"
         size: int | None = None
         try:
             with open_own(self.path, "ab") as file:
@@ -328,10 +325,9 @@ class RecordFile:
             if size is not None:
                 with suppress(OSError):
                     os.truncate(self.path, size)  # drop the partial line
-        return record
 
 
-def rounded(fields: dict[str, Any]) -> dict[str, Any]:
+def rounded(fields: dict[str, Json]) -> dict[str, Json]:
     """Round measurements to four digits, since a long run has hundreds of thousands of records."""
     return {
         name: float(f"{value:.4g}") if isinstance(value, float) else value

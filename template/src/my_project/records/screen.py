@@ -15,7 +15,7 @@ from contextlib import suppress
 from typing import Any
 
 from ..process import LOGS, can_redraw
-from ..run_files import kind_of
+from ..run_files import Record
 from ..run_folder import Run
 from . import log
 
@@ -76,9 +76,9 @@ class Screen:
         """Show that training goes on."""
         self.pause("")
 
-    def write(self, record: dict[str, Any]) -> None:
+    def write(self, record: Record) -> None:
         """Keep what the bar shows of an interval."""
-        if kind_of(record) == "interval":
+        if record.kind == "interval":
             self.numbers = log.format_interval(record, self.total_steps)
 
     def close(self) -> None:

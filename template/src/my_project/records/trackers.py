@@ -26,12 +26,12 @@ from accelerate.tracking import LOGGER_TYPE_TO_CLASS, get_available_trackers
 from ..config import Config, ConfigError, to_dict, to_yaml
 from ..contract import TRAIN_TAGS
 from ..files import is_number
-from ..run_files import flat
+from ..run_files import Record, flat
 from ..run_folder import Run
 
 logger = logging.getLogger(__name__)
 WITH_NUMBERS = {"interval", "evaluation", "checkpoint"}  # kinds of records
-LEFT_OUT = {"step", "elapsed_seconds", "time", "steps", "skipped", "slowest_rank"}  # their fields
+LEFT_OUT = {"steps", "skipped", "slowest_rank"}  # of their values
 START_SECONDS = 30.0  # before the first step: loader workers should not fork beside its imports
 FINISH_SECONDS = 30.0
 FAILED_SECONDS = 2.0  # to finish if the run has failed: other ranks wait for the report of why
@@ -140,12 +140,14 @@ class Trackers:
             self.run.trackers[name] = tracker.tracker.url or offline
         return tracker
 
-    def write(self, record: dict[str, Any]) -> None:
+    def write(self, record: Record) -> None:
         """Log the numbers of a record, and its text and pictures."""
-        kind, step = record["kind"], record["step"]
+        kind, step = record.kind, record.step
         values = tracked_values(record)
-        text = record.get("sample")
-        pictures = [self.run.folder / path for path in record.get("pictures") or ()]
+        text, names = record.text("sample"), record.values.get("pictures")
+        pictures = (
+            [self.run.folder / str(path) for path in names] if isinstance(names, list) else []
+        )
         for thread in self.threads:
             # TensorBoard discards what comes after the step that a run resumes from
             if thread.name == "wandb" and self.logged.get(kind, -1) >= step:
@@ -181,21 +183,21 @@ def report(
 
 
 # ---- what is logged ------------------------------------------------------------------------------
-def tracked_values(record: dict[str, Any]) -> dict[str, int | float]:
+def tracked_values(record: Record) -> dict[str, float]:
     """Return the numbers of a record by tag: train/, perf/, or the name that the recipe gave."""
-    values: dict[str, int | float] = {}
-    if record["kind"] not in WITH_NUMBERS:
+    values: dict[str, float] = {}
+    if record.kind not in WITH_NUMBERS:
         return values
-    left_out = LEFT_OUT | ({"epoch"} if record["kind"] != "interval" else set())
-    for name, value in record.items():
-        if is_number(value) and name not in left_out:
-            tag = f"{record['kind']}_seconds" if name == "seconds" else name
+    epoch = {"epoch": record.epoch} if record.kind == "interval" else {}
+    for name, value in (epoch | {**record.values}).items():
+        if is_number(value) and name not in LEFT_OUT:
+            tag = f"{record.kind}_seconds" if name == "seconds" else name
             group = "train" if name in TRAIN_TAGS else "perf"
             values[tag if "/" in tag else f"{group}/{tag}"] = value
     return values
 
 
-def log_values(tracker: Any, values: dict[str, int | float], step: int) -> None:
+def log_values(tracker: Any, values: dict[str, float], step: int) -> None:
     """Log numbers; to TensorBoard as one event, which takes a fifth of the time of one each."""
     if tracker.name != "tensorboard":
         tracker.log({**values}, step=step)
@@ -206,7 +208,7 @@ def log_values(tracker: Any, values: dict[str, int | float], step: int) -> None:
     tracker.tracker.flush()
 
 
-def show(tracker: Any, text: str | None, pictures: list[Path], step: int) -> None:
+def show(tracker: Any, text: str, pictures: list[Path], step: int) -> None:
     """Log a text with its line breaks, and pictures by the names of their files."""
     is_wandb = tracker.name == "wandb"
     try:

@@ -16,6 +16,7 @@ sentences), and earlier_failures (the number of earlier starts of this run that 
 """
 
 import json
+import math
 import os
 import shutil
 import textwrap
@@ -39,7 +40,14 @@ from ..failures import (
     late,
 )
 from ..files import open_own, read_json
-from ..run_files import each_start, is_locked, local_folder, newest_checkpoint, read_failures
+from ..run_files import (
+    Record,
+    each_start,
+    is_locked,
+    local_folder,
+    newest_checkpoint,
+    read_failures,
+)
 from ..words import format_seconds, printable, say, shortened
 from . import flight_recorder
 from .reader import Run, make_tool_parser, read_folder, read_run, run_tool, valid_time
@@ -417,31 +425,31 @@ def _without_report(start: Start) -> dict[str, Any]:
     return cause | ({"cause": "unknown"} if status.outcome == "failed" else {})
 
 
-def slow_rank(records: list[dict[str, Any]]) -> list[str]:
+def slow_rank(records: list[Record]) -> list[str]:
     """Return a sentence if one rank made the others wait in most of the last records."""
     fields = ("rank_seconds_max", "rank_seconds_min", "step_seconds")
-    rows = [  # without damaged records
-        row for row in records if all(isinstance(row.get(name), (int, float)) for name in fields)
-    ]
+    intervals = [one for one in records if not math.isnan(sum(map(one.number, fields)))]
     counts = Counter(
-        f"rank {row.get('slowest_rank')} on {row.get('slowest_host')}"
-        for row in rows  # less than 10 ms is noise, however short a step is
-        if row["rank_seconds_max"] - row["rank_seconds_min"] > 0.01 + row["step_seconds"] / 4
+        f"rank {one.values.get('slowest_rank')} on {one.values.get('slowest_host')}"
+        for one in intervals  # less than 10 ms is noise, however short a step is
+        if one.number("rank_seconds_max") - one.number("rank_seconds_min")
+        > 0.01 + one.number("step_seconds") / 4
     )
-    slow = [rank for rank, count in counts.items() if count > max(4, 0.8 * len(rows))]
+    slow = [rank for rank, count in counts.items() if count > max(4, 0.8 * len(intervals))]
     return [f"{rank} is slow: others wait for it for a quarter of a step or more" for rank in slow]
 
 
-def check_findings(records: list[dict[str, Any]]) -> list[str]:
+def check_findings(records: list[Record]) -> list[str]:
     """Return what the checks found in the run, each with the first step at which they found it."""
-    steps = {str(one["problem"]): one["step"] for one in reversed(records) if "problem" in one}
+    checks = (one for one in reversed(records) if "problem" in one.values)
+    steps = {str(one.values["problem"]): one.step for one in checks}
     firsts = sorted(steps.items(), key=lambda item: item[1])[:5]
     return [f"from step {step} on: {problem}" for problem, step in firsts]
 
 
 def lowered_micro_batch(folder: Path) -> list[str]:
     """Return a sentence with the size to which the launcher lowered micro-batches, if any."""
-    size = next((start.get("micro_batch_size") for start in reversed(each_start(folder))), None)
+    size = next((start.begin.micro_batch_size for start in reversed(each_start(folder))), None)
     why = "since larger micro-batches did not fit in memory (starts.jsonl)"
     return [f"batches.micro_batch_size was lowered to {size}, {why}"] if size else []
 
@@ -479,7 +487,10 @@ def diagnose(folder: Path, now: float | None = None) -> dict[str, Any]:
     certainty = "known" if cause.get("is_known", kind not in LIKELY) else "likely"
     place: Frame | None = cause.get("at")
     first = {name: cause.get(name) for name in ("rank", "host", "step", "what", "says")}
-    first |= {"time": valid_time(cause.get("time")) or None, "at": place.place if place else ""}
+    first |= {
+        "time": valid_time(cause.get("time") or 0.0) or None,
+        "at": place.place if place else "",
+    }
     return {
         "run": str(folder),
         "outcome": outcome,

@@ -2,17 +2,31 @@
 
 import math
 from bisect import bisect_right
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..files import is_number
-from ..run_files import ENDED, Status, each_start, kind_of, records
+from ..run_files import ENDED, Status, each_start, records
 from ..words import format_seconds
 
 GOOD = 0.9  # the share of the time that trained kept steps, below which it is shown
 START_SECONDS = 60.0  # a run that has kept no step in this time has no goodput to show yet
 PAUSES = {"checkpoint": "saving", "evaluation": "evaluation"}  # by the kind of their records
 PARTS = ("kept", "startup", "lost", "saving", "evaluation", "data", "ending")
+
+
+@dataclass(kw_only=True)
+class Span:
+    """The time of a start, in seconds since 1970."""
+
+    began: float
+    ended: float | None
+    first_step_time: float | None
+    last: float  # the newest record
+    is_lost: bool  # it failed, or later starts did some of its steps again
+    kept_step: float  # the last step that no later start did again
+    kept_until: float = 0.0
+    data_until: float = 0.0
 
 
 def goodput(folder: Path) -> dict[str, Any]:
@@ -23,47 +37,39 @@ def goodput(folder: Path) -> dict[str, Any]:
         first one began: "seconds", and the share of each of PARTS; in the calendar also "down".
         "unknown_starts": those by accelerate launch or torchrun, of which no line says anything.
     """
-    if not (starts := each_start(folder)):
+    if not (starts := spans(folder)):
         return {}
-    kept_step = math.inf  # from which later starts have continued
-    for start in reversed(starts):
-        is_lost = start.get("outcome", "finished") not in ENDED  # finished: it may be under way
-        start["kept_step"] = min(kept_step, (start.get("checkpoint") or 0) if is_lost else math.inf)
-        start["is_lost"] = is_lost or (start.get("step") or 0) > start["kept_step"]
-        if start.get("from_step") is not None:
-            kept_step = min(kept_step, start["from_step"])
-        start |= {"last": start["began"], "kept_until": 0.0, "data_until": 0.0}
-    began = [start["began"] for start in starts]
+    began = [start.began for start in starts]
     sums: dict[str, float] = dict.fromkeys(PARTS, 0.0)
     unknown_starts = 0
     for record in records(folder):
-        when, kind = number(record, "time"), kind_of(record)
+        when, kind = record.time, record.kind
         start = starts[max(0, bisect_right(began, when) - 1)]
-        if not start["began"] <= when <= (start["time"] or math.inf):
+        if not start.began <= when <= (start.ended or math.inf):
             unknown_starts += kind == "start"
             continue
-        start["last"] = when
-        if kind == "start" or record["step"] > start["kept_step"]:
+        start.last = when
+        if kind == "start" or record.step > start.kept_step:
             continue
-        first = start["first_step_time"] = start["first_step_time"] or when
-        start["kept_until"] = max(first, when)
+        first = start.first_step_time = start.first_step_time or when
+        start.kept_until = max(first, when)
         if when > first and kind == "interval":
-            since = max(first, start["data_until"])
-            sums["data"] += number(record, "data_share") * (when - since)
-            start["data_until"] = when
+            since = max(first, start.data_until)
+            sums["data"] += record.number("data_share", 0.0) * (when - since)
+            start.data_until = when
         elif when > first and kind in PAUSES:
-            sums[PAUSES[kind]] += number(record, "seconds")
+            sums[PAUSES[kind]] += record.number("seconds", 0.0)
     for start in starts:
-        ended = start["time"] = start["time"] or start["last"]
-        first = start["first_step_time"] or ended
-        kept_until = max(first, start["kept_until"])
-        sums["startup"] += first - start["began"]
+        ended = start.ended or start.last
+        first = start.first_step_time or ended
+        kept_until = max(first, start.kept_until)
+        sums["startup"] += first - start.began
         sums["kept"] += kept_until - first
-        sums["lost" if start["is_lost"] else "ending"] += ended - kept_until
+        sums["lost" if start.is_lost else "ending"] += ended - kept_until
     pauses = sums["data"] + sums["saving"] + sums["evaluation"]
     sums["kept"] = max(0.0, sums["kept"] - pauses)
     launcher = sum(sums.values())
-    calendar = max(launcher, max(start["time"] for start in starts) - began[0])
+    calendar = max(launcher, max(start.ended or start.last for start in starts) - began[0])
     return {
         "launcher": shares(sums, launcher),
         "calendar": shares(sums | {"down": calendar - launcher}, calendar),
@@ -71,15 +77,32 @@ def goodput(folder: Path) -> dict[str, Any]:
     }
 
 
-def number(record: dict[str, Any], name: str) -> float:
-    """Return a number of a record; 0 where it is damaged."""
-    return record[name] if is_number(record.get(name)) else 0.0
+def spans(folder: Path) -> list[Span]:
+    """Return the spans of the starts in starts.jsonl, by time."""
+    kept_step = math.inf  # from which later starts have continued
+    newest_first = []
+    for start in reversed(each_start(folder)):
+        begin, end = start.begin, start.end
+        is_lost = end is not None and end.outcome not in ENDED  # without an end: maybe under way
+        last_kept = min(kept_step, (end.checkpoint or 0) if end and is_lost else math.inf)
+        span = Span(
+            began=begin.time,
+            ended=end and end.time,
+            first_step_time=end and end.first_step_time,
+            last=begin.time,
+            is_lost=is_lost or bool(end and (end.step or 0) > last_kept),
+            kept_step=last_kept,
+        )
+        newest_first.append(span)
+        if end and end.from_step is not None:
+            kept_step = min(kept_step, end.from_step)
+    return newest_first[::-1]
 
 
 def shares(seconds: dict[str, float], whole: float) -> dict[str, float]:
     """Return the share of each part in the whole, whose seconds are the first item."""
-    found = {name: round(part / (whole or 1), 4) for name, part in seconds.items()}
-    return {"seconds": round(whole, 1)} | found
+    parts = {name: round(part / (whole or 1), 4) for name, part in seconds.items()}
+    return {"seconds": round(whole, 1)} | parts
 
 
 def in_words(status: Status) -> str:

@@ -17,9 +17,10 @@ from pathlib import Path
 from typing import Any
 
 from ..failures import Failure, exit_with_error
-from ..files import ConfigError, read_yaml
+from ..files import ConfigError, Json, read_yaml
 from ..run_files import (
     RUN_FORMAT,
+    Record,
     RunInfo,
     Status,
     each_record,
@@ -51,41 +52,36 @@ class Run:
     problems: list[str] = field(default_factory=list)  # sentences on what is missing or damaged
 
     @cached_property
-    def records(self) -> list[dict[str, Any]]:
-        """Return the records of metrics.jsonl, in its order, without damaged lines."""
-        return list(self._intact_records())
-
-    @cached_property
-    def skimmed(self) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    def skimmed(self) -> tuple[list[Record], list[Record]]:
         """Return the newest records, and all records of checks, without keeping the others.
 
         A run may have a million records.
         """
-        newest: deque[dict[str, Any]] = deque(maxlen=LATEST)
+        newest: deque[Record] = deque(maxlen=LATEST)
         checks = []
-        for record in self._intact_records():
+        for record in self.intact_records():
             newest.append(record)
-            if "problem" in record:
+            if "problem" in record.values:
                 checks.append(record)
         return list(newest), checks
 
     @property
     def step(self) -> int:
         """Return the steps done; status.json lags behind the records while a run goes on."""
-        return max(self.status.step, *(record["step"] for record in self.skimmed[0][-1:]), 0)
+        return max(self.status.step, *(record.step for record in self.skimmed[0][-1:]), 0)
 
     @property
     def last_record_time(self) -> float:
         """Return when the newest record was written, in seconds since 1970; 0 if not known."""
-        return max([0.0, *(valid_time(record.get("time")) for record in self.skimmed[0][-1:])])
+        return max([0.0, *(valid_time(record.time) for record in self.skimmed[0][-1:])])
 
-    def _intact_records(self) -> Iterator[dict[str, Any]]:
+    def intact_records(self) -> Iterator[Record]:
         """Yield the records of metrics.jsonl; note in `problems` if a line is damaged."""
         is_damaged = False
         for record in self.each_record():
-            if record:
+            if not record.is_damaged:
                 yield record
-            is_damaged |= not record
+            is_damaged |= record.is_damaged
         if is_damaged:
             self.problems.append("metrics.jsonl has damaged lines, which are left out.")
 
@@ -102,13 +98,13 @@ class Run:
             failures.sort(key=lambda failure: failure.time)
         return by_launch
 
-    def each_record(self, name: str = "metrics.jsonl") -> Iterator[dict[str, Any]]:
-        """Yield the records of a file one by one; {} for a damaged line."""
+    def each_record(self, name: str = "metrics.jsonl") -> Iterator[Record]:
+        """Yield the records of a file one by one, and damaged ones."""
         path = self.folder / name
         try:
             yield from each_record(path)
         except OSError:
-            yield from [{}] * os.path.lexists(path)  # it is a link, a folder or not readable
+            yield from [Record()] * os.path.lexists(path)  # it is a link, a folder or not readable
 
 
 def read_run(folder: Path) -> Run:
@@ -147,7 +143,7 @@ def read_folder(folder: Path) -> Run:
     return run
 
 
-def read_records(run: str | Path) -> list[dict[str, Any]]:
+def read_records(run: str | Path) -> list[dict[str, Json]]:
     """Read the records of a run, finished or not: `pandas.DataFrame(read_records(run))`.
 
     Args:
@@ -159,12 +155,12 @@ def read_records(run: str | Path) -> list[dict[str, Any]]:
     Raises:
         ConfigError: this is not a run folder.
     """
-    return read_run(Path(run)).records
+    return [record.to_json() for record in read_run(Path(run)).intact_records()]
 
 
-def valid_time(value: Any) -> float:
-    """Return a time in seconds since 1970; 0 if the value is not a possible one."""
-    return value if isinstance(value, (int, float)) and 0 < value < 1e11 else 0.0
+def valid_time(seconds: float) -> float:
+    """Return a time in seconds since 1970; 0 if it is not a possible one."""
+    return seconds if 0 < seconds < 1e11 else 0.0
 
 
 def is_run(folder: Path) -> bool:

@@ -11,6 +11,7 @@ The settings of each run are compared with those of the first run, by name, that
 recipe. A run that is under way is not disturbed.
 """
 
+import math
 import sys
 import textwrap
 import time
@@ -71,10 +72,10 @@ def _read_results(path: Path, metric: str) -> tuple[int, list[float]]:
             lines = file.read().splitlines()
     except OSError:
         return 0, []
-    last = next((record for line in reversed(lines) if (record := parse_record(line))), {})
+    steps = (record.step for line in reversed(lines) if (record := parse_record(line)).step >= 0)
     name = f'"{metric}":'.encode()
-    values = [parse_record(line).get(metric) for line in lines if name in line]
-    return last.get("step", 0), [value for value in values if isinstance(value, (int, float))]
+    values = [parse_record(line).number(metric) for line in lines if name in line]
+    return next(steps, 0), [value for value in values if not math.isnan(value)]
 
 
 def list_runs(folder: Path) -> list[Summary]:

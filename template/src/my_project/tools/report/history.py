@@ -14,7 +14,8 @@ from typing import Any
 
 import numpy as np
 
-from ...run_files import kind_of
+from ...files import Json
+from ...run_files import Record
 from ..reader import Run, read_run
 
 PHASES = ("data", "evaluation", "saving")
@@ -24,10 +25,34 @@ COLUMNS = (
     *("samples_per_second", "items_per_second", "mfu", "peak_memory_bytes", "elapsed_seconds"),
     *("gpu_utilization", *RANK_COLUMNS, *(f"{phase}_share" for phase in PHASES)),
 )
-NOT_RESULTS = {"step", "epoch", "elapsed_seconds", "time", "seconds", "is_best"}
+NOT_RESULTS = {"seconds", "is_best"}
 MAX_FIELDS = 100  # of a record
 MAX_CHARACTERS = 10_000  # of a text
 MAX_NUMBER = 1e250  # larger numbers could overflow in arithmetic
+
+
+@dataclass(frozen=True, kw_only=True)
+class Evaluation:
+    """An evaluation, in training or beside it."""
+
+    step: int
+    results: dict[str, float]  # NaN: not finite
+    sample: str
+    pictures: Json  # names of files
+    is_followed: bool  # beside training
+
+
+@dataclass(kw_only=True)
+class Start:
+    """A start of the run."""
+
+    step: int
+    last: int  # the step of its last record
+    time: float  # seconds since 1970
+    world_size: int
+    hosts: Counter[str]
+    changed: str = ""  # numerics
+    end: str = ""  # how it ended
 
 
 @dataclass(kw_only=True)
@@ -37,22 +62,21 @@ class History:
     run: Run
     name: str = ""  # as it is shown
     short: str = ""  # the name in legends
-    last: dict[str, Any] = field(default_factory=lambda: {"step": 0})  # the last record
+    last: Record = field(default_factory=lambda: Record(step=0))  # the last record
     steps: np.ndarray = field(default_factory=lambda: np.zeros(0))  # of the intervals
     curves: dict[str, np.ndarray] = field(default_factory=dict)  # of the intervals; NaN: no value
-    starts: list[dict[str, Any]] = field(default_factory=list)  # with "last" step and "end"
-    evaluations: list[dict[str, Any]] = field(default_factory=list)  # with "results"
-    checkpoints: list[dict[str, Any]] = field(default_factory=list)
-    checks: list[dict[str, Any]] = field(default_factory=list)  # records of what checks have found
+    starts: list[Start] = field(default_factory=list)
+    evaluations: list[Evaluation] = field(default_factory=list)
+    checkpoints: list[Record] = field(default_factory=list)
+    checks: list[Record] = field(default_factory=list)  # what checks have found
 
     @property
-    def best(self) -> tuple[str, dict[str, Any]]:
-        """Return the name of the best_metric, and the best evaluation; "" and {} without one."""
+    def best(self) -> tuple[str, Evaluation | None]:
+        """Return the name of the best_metric, and the best evaluation, if there is one."""
         name = text(self.run.settings.get("evaluation.best_metric"))
-        known = [e for e in self.evaluations if math.isfinite(e["results"].get(name, math.nan))]
+        known = [e for e in self.evaluations if math.isfinite(e.results.get(name, math.nan))]
         choose = min if self.run.settings.get("evaluation.best_mode") == "min" else max
-        best = choose(known, key=lambda record: record["results"][name], default={})
-        return (name, best) if best else ("", {})
+        return name, choose(known, key=lambda one: one.results[name], default=None)
 
     @property
     def skipped(self) -> np.ndarray:
@@ -83,73 +107,85 @@ def read_history(folder: Path) -> History:
     columns = {name: array("d") for name in COLUMNS}
     damaged = 0
     for record in history.run.each_record():
-        if not has_valid_step(record):
+        if record.is_damaged:
             damaged += 1
             continue
-        if kind_of(record) == "interval":
+        if record.kind == "interval":
             count = len(columns["step"])
-            for name in islice(record, MAX_FIELDS):
+            for name in islice(record.values, MAX_FIELDS):
                 if name.startswith("train/") and name not in columns:  # a scalar of the recipe
                     columns[name] = array("d", [math.nan]) * count
+            values = record.to_json()
             for name, column in columns.items():
-                column.append(number(record.get(name)))
+                column.append(number(values.get(name)))
         else:
             note(history, record)
         if history.starts:
-            history.starts[-1]["last"] = record["step"]
+            history.starts[-1].last = record.step
         history.last = record
-    if max((start["world_size"] for start in history.starts), default=1) == 1:
+    if max((start.world_size for start in history.starts), default=1) == 1:
         columns = {name: columns[name] for name in columns.keys() - {*RANK_COLUMNS}}
     if columns["items_per_second"] == columns["samples_per_second"]:  # an item is a sample
         del columns["items_per_second"]
     curves = {name: np.frombuffer(column) for name, column in columns.items() if column}
     history.curves = {name: values for name, values in curves.items() if np.isfinite(values).any()}
     history.steps = history.curves.pop("step", history.steps)
-    if damaged or (history.run.status.step and not history.last["step"]):
+    if damaged or (history.run.status.step and not history.last.step):
         problem = f"metrics.jsonl is missing or damaged: {damaged:,} line(s) are left out."
         history.run.problems.append(problem)
     note_followed(history)
     return history
 
 
-def has_valid_step(record: dict[str, Any]) -> bool:
-    """Return whether a record has a step that can be drawn."""
-    return bool(record) and type(record["step"]) is int and 0 <= record["step"] < 2**53
-
-
 def note_followed(history: History) -> None:
     """Add the evaluations beside training, for steps that training has not evaluated itself."""
-    evaluated = {record["step"] for record in history.evaluations}
+    evaluated = {evaluation.step for evaluation in history.evaluations}
     records = [*history.run.each_record("evaluations.jsonl")]
     # if a step was trained again, its last record counts
-    followed = {record["step"]: record for record in records if has_valid_step(record)}
+    followed = {record.step: record for record in records if not record.is_damaged}
     for step in followed.keys() - evaluated:
-        note(history, followed[step] | {"kind": "evaluation", "is_followed": True})
-    history.evaluations.sort(key=lambda record: record["step"])
-    if not all(map(has_valid_step, records)):
+        history.evaluations.append(evaluation(followed[step], is_followed=True))
+    history.evaluations.sort(key=lambda one: one.step)
+    if any(record.is_damaged for record in records):
         history.run.problems.append("evaluations.jsonl has damaged lines, which are left out.")
 
 
-def note(history: History, record: dict[str, Any]) -> None:
+def note(history: History, record: Record) -> None:
     """Add a record of any kind but "interval"."""
-    kind = kind_of(record)
+    kind, values = record.kind, record.values
     if kind == "start":
-        size, hosts = record.get("world_size"), record.get("hosts")
-        known = {"world_size": size if type(size) is int else 0, "changed": "", "end": ""}
-        known["hosts"] = Counter(map(text, hosts if isinstance(hosts, list) else []))
-        history.starts.append(record | known)
+        size, hosts = values.get("world_size"), values.get("hosts")
+        start = Start(
+            step=record.step,
+            last=record.step,
+            time=record.time,
+            world_size=size if type(size) is int else 0,
+            hosts=Counter(map(text, hosts if isinstance(hosts, list) else [])),
+        )
+        history.starts.append(start)
     elif kind == "stop" and history.starts:
-        history.starts[-1]["end"] = f"preempted: {text(record.get('reason'))}"
+        history.starts[-1].end = f"preempted: {text(values.get('reason'))}"
     elif kind == "evaluation":
-        results = {
-            name: number(value)
-            for name, value in islice(record.items(), MAX_FIELDS)
-            if name not in NOT_RESULTS and (value is None or math.isfinite(number(value)))
-        }
-        history.evaluations.append(record | {"results": results})
+        history.evaluations.append(evaluation(record))
     elif kind == "checkpoint":
         history.checkpoints.append(record)
     elif kind == "check":
         history.checks.append(record)
     elif kind == "numerics" and history.starts:
-        history.starts[-1]["changed"] = text(str(record.get("changed")))
+        history.starts[-1].changed = text(str(values.get("changed")))
+
+
+def evaluation(record: Record, *, is_followed: bool = False) -> Evaluation:
+    """Return the evaluation that a record describes."""
+    results = {
+        name: number(value)
+        for name, value in islice(record.values.items(), MAX_FIELDS)
+        if name not in NOT_RESULTS and (value is None or math.isfinite(number(value)))
+    }
+    return Evaluation(
+        step=record.step,
+        results=results,
+        sample=record.text("sample")[:MAX_CHARACTERS],
+        pictures=record.values.get("pictures"),
+        is_followed=is_followed,
+    )

@@ -43,7 +43,7 @@ SPEED = (  # title, column, factor
 
 def body(runs: list[History], title: str) -> str:
     """Return the body of the page."""
-    x = step_axis(max(run.last["step"] for run in runs))
+    x = step_axis(max(run.last.step for run in runs))
     groups = max(80, 400 // len(runs))  # of points; fewer for many runs, to keep the page small
     curves, rates = learning(runs, x, groups), speed(runs, x, groups)
     parts = [f"<h1>{escape(title)}</h1>{summary(runs)}"]
@@ -99,19 +99,19 @@ def summary(runs: list[History]) -> str:
 def facts(run: History) -> dict[str, str]:
     """Return the outcome and the main numbers of a run by title, as far as they are known."""
     status, state, (metric, best) = run.run.status, run.run.state, run.best
-    elapsed = number(run.last.get("elapsed_seconds"))
+    elapsed = number(run.last.elapsed_seconds)
     badge = state if state in ("finished", "failed", *REMARKS) else "damaged"
     known = {
         "Outcome": Html(f'<span class="state {badge}">{escape(state, 30)}</span>'),
-        "Steps": f"{max(run.last['step'], status.step):,} of {status.steps:,}",
+        "Steps": f"{max(run.last.step, status.step):,} of {status.steps:,}",
     }
     if best:
-        result = format_number(best["results"][metric])
-        known[f"Best {metric}"] = f"{result} at step {best['step']:,}"
-    if elapsed >= 0:
+        result = format_number(best.results[metric])
+        known[f"Best {metric}"] = f"{result} at step {best.step:,}"
+    if elapsed > 0:
         known["Duration, without repeated steps"] = format_seconds(elapsed)
     for start in run.starts[-1:]:
-        known["Processes"] = f"{start['world_size']}, hosts: {len(start['hosts'])}"
+        known["Processes"] = f"{start.world_size}, hosts: {len(start.hosts)}"
     for title, name, factor in SPEED[:3]:
         if name in run.curves:
             median = float(np.nanmedian(run.curves[name]) * factor)
@@ -123,7 +123,7 @@ def remarks(run: History) -> str:
     """Return paragraphs: what the outcome means, the reason, damaged files, findings of checks."""
     reason, state = text(run.run.status.reason), run.run.state
     lines = [REMARKS.get(state, ""), reason * (state == "preempted"), *run.run.problems]
-    findings = (f"Step {one['step']:,}: {text(one.get('problem'))}" for one in run.checks)
+    findings = (f"Step {one.step:,}: {text(one.values.get('problem'))}" for one in run.checks)
     lines += [*dict.fromkeys(findings)][:MAX_EVENTS]
     if state != "failed":
         return paragraphs(*lines)
@@ -159,9 +159,9 @@ def results(runs: list[History], name: str, first_color: int = 0) -> list[Line]:
     """Return the lines of a result of the evaluations, one for each run."""
     lines = []
     for color, run in enumerate(runs, first_color):
-        known = [record for record in run.evaluations if name in record["results"]]
-        steps = np.array([record["step"] for record in known], float)
-        values = np.array([record["results"][name] for record in known])
+        known = [evaluation for evaluation in run.evaluations if name in evaluation.results]
+        steps = np.array([evaluation.step for evaluation in known], float)
+        values = np.array([evaluation.results[name] for evaluation in known])
         lines.append(Line(name if len(runs) == 1 else run.short, steps, values, color))
     return lines
 
@@ -173,16 +173,16 @@ def steps_to_mark(runs: list[History], name: str) -> dict[str, list[float]]:
         marked = spikes(run.curves.get(name, np.zeros(0)).tolist())
         marks["spike"] += [run.steps[index] for index, _ in marked]
     if len(runs) == 1:
-        marks["restart"] = [start["step"] for start in runs[0].starts[1:]]
-        marks["checkpoint"] = [record["step"] for record in runs[0].checkpoints]
-        marks["check"] = [record["step"] for record in runs[0].checks]
+        marks["restart"] = [start.step for start in runs[0].starts[1:]]
+        marks["checkpoint"] = [record.step for record in runs[0].checkpoints]
+        marks["check"] = [record.step for record in runs[0].checks]
     return marks
 
 
 def learning(runs: list[History], x: Axis, groups: int) -> str:
     """Return the charts of the loss, the results, the gradient norm and the learning rate."""
-    evaluations = [record for run in runs for record in run.evaluations]
-    names = list(dict.fromkeys(name for record in evaluations for name in record["results"]))
+    evaluations = [evaluation for run in runs for evaluation in run.evaluations]
+    names = list(dict.fromkeys(name for one in evaluations for name in one.results))
     losses = [name for name in names if name.endswith("/loss")][: 7 * (len(runs) == 1)]
     names = [name for name in names if name not in losses]
     loss = column(runs, "loss", "training")
@@ -256,20 +256,19 @@ def evaluations(run: History, max_bytes: int) -> str:
         max_bytes: of all pictures together.
     """
     (_, best), newest = run.best, run.evaluations[: -MAX_EVENTS - 1 : -1]
-    names = list(dict.fromkeys(name for one in newest for name in one["results"]))[:MAX_EVENTS]
+    names = list(dict.fromkeys(name for one in newest for name in one.results))[:MAX_EVENTS]
     rows = []
-    for record in newest:
-        results = record["results"]
-        values = [format_number(results[name]) if name in results else "" for name in names]
-        marks = " (best)" * (record is best) + " (beside training)" * ("is_followed" in record)
-        rows.append([f"{record['step']:,}{marks}", *values])
+    for one in newest:
+        values = [format_number(one.results[n]) if n in one.results else "" for n in names]
+        marks = " (best)" * (one is best) + " (beside training)" * one.is_followed
+        rows.append([f"{one.step:,}{marks}", *values])
     parts = [table([f"Step (newest of {len(run.evaluations):,})", *names], rows)]
-    for record in [record for record in newest if "is_followed" not in record][:1]:
-        sample = escape(text(record.get("sample")), 4000)
+    for one in [evaluation for evaluation in newest if not evaluation.is_followed][:1]:
+        sample = escape(one.sample, 4000)
         samples = f"<pre>{sample}</pre>" * bool(sample)
-        names = words(record.get("pictures"))[:MAX_EVENTS]
+        names = words(one.pictures)[:MAX_EVENTS]
         samples += pictures(run.run.folder, names, max_bytes)
-        parts.append(section(f"Samples of step {record['step']:,}", samples, "h3"))
+        parts.append(section(f"Samples of step {one.step:,}", samples, "h3"))
     return "".join(parts)
 
 
@@ -300,13 +299,13 @@ def starts(run: History) -> str:
     """Return a table of the starts of a run, with changes of its numerics, the newest first."""
     rows = []
     for start in run.starts:
-        began = valid_time(start.get("time"))
+        began = valid_time(start.time)
         when = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(began)) * bool(began)
-        hosts = ", ".join(f"{host} x {count}" for host, count in start["hosts"].items())
+        hosts = ", ".join(f"{host} x {count}" for host, count in start.hosts.items())
         is_last = start is run.starts[-1]
-        end = start["end"] or (run.run.state if is_last else "killed, failed or extended")
-        steps = f"{start['step']:,} to {start['last']:,}"
-        rows.append([when, steps, start["world_size"], hosts, start["changed"], end])
+        end = start.end or (run.run.state if is_last else "killed, failed or extended")
+        steps = f"{start.step:,} to {start.last:,}"
+        rows.append([when, steps, start.world_size, hosts, start.changed, end])
     return table(["When", "Steps", "Processes", "Hosts", "Changed", "How it ended"], rows[::-1])
 
 
