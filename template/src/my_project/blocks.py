@@ -70,7 +70,7 @@ def recompute_activations(block: nn.Module) -> None:
 
     The random state is restored first, so dropout draws the same masks.
     """
-    # a bound method, so that a deep copy of the block calls its own
+    # a bound method, so that a deep copy of the block calls its own forward
     block.forward = MethodType(_recomputed_forward, block)
 
 
@@ -127,8 +127,9 @@ def compile_blocks_in_place(accelerator: Accelerator, wrapper: Any, config: Conf
     pass dynamic=False, since `accelerate launch` cannot leave the key unset: a batch of another
     length would then compile everything again.
 
-    The whole wrapper is compiled, or each block of the model, if there are any: under FSDP, which
-    gathers a block's weights between the compiled parts, and with dynamo_use_regional_compilation.
+    With dynamo_use_regional_compilation, and under FSDP, which gathers a block's weights between
+    the compiled parts, each block is compiled alone. Otherwise, or if the model has no blocks, the
+    wrapper is compiled as a whole.
 
     Args:
         accelerator: this process's Accelerator, which compiles nothing afterwards.

@@ -44,7 +44,7 @@ class BatchesConfig:
     """Maximum number of samples per forward pass; 0: each rank takes its part of the global batch
     in one pass. The global batch is cut into as few equal micro-batches as possible, and the
     ranks take them in turn, so dropout and BatchNorm are the same for any number of processes up to
-    the number of micro-batches. The launcher halves it if a pass runs out of memory (memory.py)."""
+    the number of micro-batches. The launcher halves this if it needs too much memory (memory.py)."""
     workers: int | None = may_change(None, least=0)
     """Loader processes per rank; null: use one fewer than the CPUs of this rank, at most 8."""
     seed_samples: Literal["auto"] | bool = "auto"
@@ -272,7 +272,7 @@ class Config:
     run_name: str = may_change("run")
     """Name of the run folder; on the command line it defaults to the config file's name."""
     runs_folder: str = may_change("runs")
-    """Folder of the run folders; several nodes need shared storage."""
+    """Folder that contains the run folders; for several nodes, on shared storage."""
     resume: str = may_change("auto")
     """auto: continue this run if it exists; never: move it aside and start again from step 0; or
     the path of a checkpoint to continue from, with its step and its optimizer. To start from

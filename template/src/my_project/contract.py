@@ -244,7 +244,7 @@ def _keep_nan(metric: Any, value: Any, weight: Tensor | None = None) -> tuple[Te
 
 
 def best_mode(metric: Any, result: str, name: str) -> str:
-    """Return "max" if a higher result is better, else "min", by torchmetrics and by its name.
+    """Return "max" if a higher result is better, else "min", as torchmetrics or the name says.
 
     Args:
         metric: the metric that computes the result.

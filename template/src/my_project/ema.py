@@ -55,7 +55,7 @@ class EMA:
         Args:
             folder: the checkpoint.
             read_weight: reads a tensor of the model by its name.
-            first_names: the parameter's first name, by every name; tied parameters have several.
+            first_names: maps each name of a parameter to its first; tied ones have several.
         """
         averages = TensorReader(folder, "ema")
 

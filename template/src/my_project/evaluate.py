@@ -58,8 +58,8 @@ def evaluate(
     recipe, world_size, device = config.recipe, accelerator.num_processes, accelerator.device
     update = optional(recipe, "update_metrics") or recipe_loss(config, step)
     collate, size = optional(recipe, "collate"), micro_batch_size(config)
-    # If there are workers, the sanity check uses one too: a dataset opens its files at the first
-    # sample, and if that were read in this process, later workers would share the files' offsets.
+    # If there are workers, the sanity check reads in one of them: a dataset opens its files at the
+    # first sample, and if this process read it, later workers would share the files' offsets.
     extra = {"max_workers": 1, "persistent_workers": False} if is_sanity_check else {}
     results: dict[str, float] = {}
     with evaluation_mode(accelerator, model):
@@ -152,7 +152,7 @@ def merge_metrics_on_main(accelerator: Accelerator, metrics: dict[str, Any]) -> 
     a process group of one rank.
     """
     parts = [part for name in sorted(metrics) for part in contract.metric_parts(metrics[name])]
-    for metric in dict.fromkeys(parts):  # once each, even if several metrics share one
+    for metric in dict.fromkeys(parts):  # each once, even if several metrics share it
         metric._to_sync = False
         metric._computed = None  # set if a recipe computed a micro-batch's value
         if accelerator.num_processes > 1:
@@ -160,7 +160,7 @@ def merge_metrics_on_main(accelerator: Accelerator, metrics: dict[str, Any]) -> 
 
 
 def _merge(accelerator: Accelerator, metric: Any) -> None:
-    """Merge the states of all ranks with samples on rank 0, by the reductions of the metric."""
+    """On rank 0, merge the states of all ranks that have samples, by the metric's reductions."""
     state = send_to_device(metric.metric_state, "cpu")
     gathered = gather_on_main(accelerator, (metric.update_count, state))
     # ranks without samples hold defaults, whose shape may differ
@@ -175,7 +175,7 @@ def _merge(accelerator: Accelerator, metric: Any) -> None:
         else:
             merged = torch.stack(values)
             is_real = merged.is_floating_point()
-            merged = merged.double() if is_real else merged  # so that ranks' order is irrelevant
+            merged = merged.double() if is_real else merged  # the order of ranks must not matter
             merged = reduce(merged) if reduce else merged
             merged = merged.to(values[0].dtype) if is_real else merged
         setattr(metric, name, send_to_device(merged, metric.device))

@@ -20,7 +20,7 @@ UNSCHEDULED = ("constant", "plateau")  # the schedules that do not depend on the
 
 
 def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
-    """Group parameters: matrices and kernels decay, biases and normalization weights do not."""
+    """Give weight decay to matrices and kernels, but not to biases and normalization weights."""
     trained = [p for p in model.parameters() if p.requires_grad]
     groups = [
         {"params": [p for p in trained if p.ndim >= 2], "weight_decay": weight_decay},
@@ -65,7 +65,7 @@ def build_optimizer(config: OptimConfig, recipe: Recipe, model: nn.Module) -> to
     if "weight_decay" in accepted:  # for groups without one
         arguments.setdefault("weight_decay", config.weight_decay)
     if "fused" in accepted and not {"fused", "foreach", "capturable"} & set(arguments):
-        # FSDP will shard meta parameters, and of the fused kernels DTensor supports only Adam's
+        # FSDP will shard parameters on meta, and DTensor supports fused kernels only for Adam
         is_adam = issubclass(kind, (torch.optim.Adam, torch.optim.AdamW))
         devices = ["cpu", "cuda", *["meta"] * is_adam]
         arguments["fused"] = not has_sparse_gradients(model) and all(

@@ -60,7 +60,7 @@ def build_on_device(
     # buffer separately, even buffers that share memory
     on_cpu = accelerator.device.type == "cpu"
     model = build_whole().to("cpu" if on_cpu else accelerator.device)
-    # fused kernels need dense parameters; as after a move to a GPU, none may share memory
+    # make parameters dense, as fused kernels need, and separate in memory, as a move to a GPU does
     for parameter in model.parameters():
         parameter.data = parameter.data.clone()
     if config.channels_last:
@@ -87,7 +87,7 @@ def prepare(
 
     Returns:
         The module that training calls, and the module that evaluation calls. The latter has
-        autocast and FSDP but not DDP, since the ranks evaluate batches of other number and size.
+        autocast and FSDP but not DDP, since the ranks' batches then differ in number and size.
     """
     wrap: Any = wrap_in_ddp
     if is_sharding(accelerator):
@@ -116,7 +116,7 @@ def wrap_in_ddp(
 
 
 def gradient_sync(model: Any, *, is_last: bool) -> AbstractContextManager:
-    """Return a context for a micro-batch that decides what its backward pass communicates.
+    """Return the context that decides what a micro-batch's backward pass communicates.
 
     DDP all-reduces the gradients only in the last micro-batch of a step.
     """
@@ -143,7 +143,8 @@ def keep_gradients_in_buckets(config: Config, model: nn.Module, optimizer: Any) 
     With None instead, gradients would accumulate outside the buckets: 4 more bytes per parameter.
     Call this before DDP makes its buckets: DDP replaces existing gradients with views of buckets.
     This does nothing if parameters may be unused: with a gradient of zeros, the optimizer would
-    still decay the weight and update its momentum. Nor for sparse gradients, which have no bucket.
+    still decay the weight and update its momentum. It also does nothing if gradients are sparse,
+    since those are in no bucket.
     """
     layout, options = batch_layout(config.batches, world()[0]), config.distributed.ddp
     may_be_none = options.get("find_unused_parameters") or has_sparse_gradients(model)

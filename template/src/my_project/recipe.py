@@ -6,15 +6,15 @@ The loop calls, in this order:
 
     prepare_data() -> dict
         Return, as plain JSON, what the model must know about the data (class names, vocabulary
-        size). Download and tokenize here; each cache is filled only once. There is no process group
-        yet: one process of the run calls this first, then one on each node, then all others
+        size). Download and tokenize here, before any process group exists. Each cache is filled
+        only once: one process of the run goes first, then one on each node, then all others
         together, which find the work done.
     build_datasets(data_info) -> (train, {name: validation})
         Return map-style datasets: `len(data)` and `data[index]`; {} for no validation. A dataset
         with `__getitems__(indices)` is asked for a whole micro-batch in one call, unless it draws
         random numbers (batches.seed_samples). The first samples that draw random numbers may be
         read twice, so a dataset must not keep what it drew. If a dataset, even one inside a Subset
-        or ConcatDataset, has `set_epoch(epoch)`, every process that reads the dataset calls this
+        or ConcatDataset, has `set_epoch(epoch)`, every process that reads the dataset calls it
         before the first sample of each epoch; evaluations pass epoch 0.
         The training set may be a stream instead, which is divided into lanes. A lane is a logical
         shard of the stream, like a canonical node of MosaicML's streaming: the number of lanes is
@@ -22,10 +22,10 @@ The loop calls, in this order:
         `lanes: int` and `lane(i, start, seed) -> iterable`, which skips `start` samples and yields
         the same samples whenever it is called. A lane that runs out is an error: after its last
         sample it must start over, independently of the other lanes, so lanes may differ in length.
-        Lane i fills fixed positions of every global batch. Random numbers that it draws
-        before yielding a sample must depend only on (i, seed) and the position of that sample. The
-        number of lanes must divide the global batch and be a multiple of its number of
-        micro-batches. A stream has no length, so a run needs `steps`.
+        Lane i fills fixed positions of every global batch. Random numbers that it draws before
+        yielding a sample must depend only on (i, seed) and the position of that sample. The number
+        of lanes must divide the global batch and be a multiple of its number of micro-batches. A
+        stream has no length, so a run needs `steps`.
         The iterable may have `state_dict()` and `load_state_dict(state)` (the Stateful protocol of
         torch.distributed.checkpoint); a resumed run then need not read the samples that it skips.
         `state_dict` is called after each step's samples. It returns the position after the last of
@@ -63,7 +63,7 @@ A recipe may also have:
     predict_samples(model, data_info, samples, folder)    the answers for some validation samples,
                                                   also shown at each evaluation
     export(model, data_info, tensors, folder) -> (stem, {name: tensor}) or None
-                                                  what an export holds, see below; default:
+                                                  the content of an export, see below; default:
                                                   model.safetensors with all tensors
     load(data_info, folder) -> torch.nn.Module    loads what `export` has written
 
@@ -75,8 +75,8 @@ are on the model's device (records/samples.py).
 
 `export` is called twice. The first call is on every rank, with folder None: from `tensors`, the
 model's state, it returns the tensors that the loop should write to <stem>.safetensors, renamed if
-need be. The tensors of a sharded model are sharded too, and the loop reads and writes one at a
-time. The second call is on rank 0 alone, with a folder into which it writes other files; it must
+need be. The tensors of a sharded model are sharded too, and the loop reads and writes them one by
+one. The second call is on rank 0 alone, with a folder into which it writes other files; it must
 neither read a weight nor draw random numbers. But if the first call returned None, the second also
 writes the weights, and gets a whole model: for a sharded one, rank 0 builds another.
 
@@ -98,7 +98,7 @@ every start and for every `seed`. Before build_model and load it uses the config
 them again for each sample, and for each micro-batch before `loss`. So random numbers are the same
 for any world size and after any resume. The loop does not seed a generator that the recipe makes
 for itself (torch.Generator, numpy.random.default_rng): if the recipe makes it once and keeps it,
-the training curve depends on the world size. Make a generator where it is used, and seed it with
+the training curve depends on the world size. Make such a generator where it is used, seeded with
 `torch.initial_seed()`, which is the sample's seed in a dataset (with batches.seed_samples) and the
 micro-batch's seed in `loss`.
 

@@ -5,7 +5,7 @@ Options override files.
 
 A run without a run_name is named <config stem>, then -<key>=<value> for each typed setting that
 changes the training curve, even if the file has the same value. So each run of a sweep has its own
-folder, while a run with more steps or another micro-batch size continues the old one.
+folder, while a start with more steps or another micro-batch size continues the same run.
 """
 
 import dataclasses
@@ -46,7 +46,7 @@ def did_you_mean(given: str, known: Iterable[str]) -> str:
 def split(arguments: Iterable[str]) -> tuple[list[Path], list[tuple[str, str | None]]]:
     """Return the config files, and the options as (name, text); a name may occur several times.
 
-    A name may have - for _, as in --overfit-batches. Words without dashes are config files.
+    Names may have - instead of _, as in --overfit-batches. Other words are config files.
     """
     files: list[Path] = []
     options: list[tuple[str, str | None]] = []
@@ -200,7 +200,7 @@ def _config(
         return Config(**values)
     except ConfigError:
         raise
-    except Exception as error:  # the import of the recipe's module may raise any
+    except Exception as error:  # of any type: parsing imports the recipe's module
         message = shortened(" ".join(str(error).split()), 1000)  # it may quote a whole file
         frame = own_frame(exception_frames(error))
         if frame and frame.file != __file__:
@@ -219,7 +219,7 @@ def spread(settings: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, An
 
 
 def read_value(text: str) -> Any:
-    """Return a typed value as YAML reads it, and 1e3 as a number."""
+    """Return a typed value as YAML reads it, but read 1e3 as a number."""
     import yaml
 
     value: Any = text
@@ -343,7 +343,7 @@ def parse(
 
 
 def show_help(arguments: list[str], description: str, prog: str | None) -> None:
-    """Print all settings, with a config file also those of its recipe, and exit."""
+    """Print all settings, including the recipe's if a config file is given, and exit."""
     kind: Any = None
     with suppress(ConfigError):
         kind = type(parse([word for word in arguments if word not in ("-h", "--help")]).recipe)

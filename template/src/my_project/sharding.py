@@ -1,4 +1,4 @@
-"""Shard a model with FSDP2 in such a way that no device ever holds the whole model.
+"""Shard a model with FSDP2, so that no device ever holds the whole model.
 
 At the start, only rank 0 holds the whole model, in host memory, and no device holds more than its
 shards and one weight. Rank 0 builds the model and sends the modules and buffers to the other ranks,
@@ -55,7 +55,7 @@ def check_config(world_size: int) -> None:
     """Refuse a config that asks for FSDP 1, or for a mesh whose size is not the world size.
 
     Raises:
-        ConfigError: also if the variables are set, but by no launcher.
+        ConfigError: also if the variables are set, although no launcher started this process.
     """
     variables = [name for name in VARIABLES if parse_flag_from_env(name)]
     is_launched = "ACCELERATE_MIXED_PRECISION" in os.environ or "WORLD_SIZE" in os.environ
@@ -66,8 +66,8 @@ def check_config(world_size: int) -> None:
         )
     if is_wanted() and os.environ.get("FSDP_VERSION", "1") != "2":
         raise ConfigError(
-            "the accelerate config (or the variable ACCELERATE_USE_FSDP) asks for FSDP 1, and this"
-            " loop shards by FSDP 2: set fsdp_version: 2 in its fsdp_config."
+            "the accelerate config (or the variable ACCELERATE_USE_FSDP) asks for FSDP 1, but this"
+            " loop supports only FSDP 2: set fsdp_version: 2 in its fsdp_config."
         )
     if uses_mesh():
         # accelerate ignores misspelled keys, which leaves a size at 1
@@ -165,7 +165,7 @@ def wrap_for_sharding(
 
     Same arguments as parallel.prepare. accelerate's `prepare` does not fit: it looks into our
     wrapper to choose what is gathered together, and finds the optimizer's parameters by address,
-    but all parameters on the meta device have the same one. This function finds them by name.
+    but all on the meta device have the same address. This function finds parameters by name.
     """
     plugin: Any = accelerator.state.fsdp_plugin
     if optimizer.state:  # such as Adagrad's: the last save would fail
@@ -290,7 +290,7 @@ def take_weights(model: nn.Module) -> dict[str, Tensor]:
 
 
 def _apply(model: nn.Module, function: Callable[[Tensor], Tensor]) -> None:
-    """Replace the tensors of parameters, which stay the same objects: tied weights stay tied.
+    """Replace the data of parameters, which stay the same objects, so tied weights stay tied.
 
     This calls the modules' own `_apply`, since torch's recurrent layers override it: they hold weak
     references to their weights.
@@ -317,8 +317,8 @@ def fill(model: nn.Module, weights: dict[str, Tensor], device: torch.device) -> 
 
     Args:
         model: the sharded model.
-        weights: as returned by `build_for_sharding`; each is removed once it is sent, so that rank
-            0 frees its host memory.
+        weights: as returned by `build_for_sharding`; emptied on the way, which frees rank 0's host
+            memory.
         device: the device on which ranks communicate.
     """
     for name, parameter in model.named_parameters():

@@ -43,7 +43,7 @@ def exact_statistics(
 
 
 class RunningStatistics:
-    """The running statistics of L BatchNorm layers in one step: C numbers and L counters."""
+    """The running statistics of L BatchNorm layers in one step: C values and L counters."""
 
     def __init__(
         self,
@@ -98,7 +98,7 @@ class RunningStatistics:
         return returned
 
     def finish(self, sums: StepSums, norm: Tensor | float) -> None:
-        """Update the statistics with all micro-batches of a step, or restore them if skipped."""
+        """Update the statistics with a step's micro-batches; restore them if the step is skipped."""
         before, calls_before = self.before
         after, calls = self.start
         if self.has_parts:
@@ -135,7 +135,7 @@ class RunningStatistics:
         torch._foreach_copy_(self.counters, calls.unbind())  # type: ignore[attr-defined]
 
     def _decay(self, calls: Tensor) -> Tensor:
-        """Return the share of the old statistics that each layer (L,) keeps after its calls."""
+        """Return the share of its old statistics that each layer keeps after its calls (L,)."""
         momenta = [layer.momentum for layer in self.layers]
         if momenta != self.momenta:  # a recipe may change them; a copy to a GPU makes the host wait
             self.momenta = momenta

@@ -26,7 +26,7 @@ class StepSums:
     """The sums of one step over its micro-batches and, by one all-reduce, over all ranks.
 
     They are one tensor: first the fields of StepReport in order, then the recipe's scalars, whose
-    names are known after its first loss, then numbers that stay unread (DelayedReader.make_room).
+    names are known after its first loss, then numbers that are not read (DelayedReader.make_room).
     """
 
     def __init__(self, accelerator: Accelerator) -> None:
@@ -43,7 +43,7 @@ class StepSums:
         self.over_all_ranks = memory[LOSS:]
         self.numbers = memory[: 6 + len(names)]
         self.rest = memory[6 + len(names) :]
-        # a CPU adds Python numbers in this memory: one kernel would take longer than all sums
+        # on a CPU, add Python numbers in place: one kernel would take longer than all additions
         self.sums: Any = self.numbers.numpy().data if memory.is_cpu else [*self.numbers.unbind()]
         self.indices = {name: index for index, name in enumerate(names, SAVE_VOTES + 1)}
 
