@@ -74,11 +74,10 @@ def read_config(file: Path) -> dict[str, Any]:
     if not file.is_file():
         folders = file.parent, Path("configs")
         paths = [path for folder in folders for path in folder.glob("*.yaml")]
-        configs = {path.stem: path for path in paths if path.is_file()}  # not a broken link
-        similar = get_close_matches(file.stem, configs, n=1)
-        folder = [*configs.values()][-1].parent if configs else None
-        where = f"{folder}/ has some." if folder else "configs/ has none here."
-        hint = f"did you mean {configs[similar[0]]}?" if similar else where
+        files = {path.stem: path for path in paths if path.is_file()}  # not a broken link
+        similar = get_close_matches(file.stem, files, n=1)
+        where = f"{[*files.values()][-1].parent}/ has some." if files else "configs/ has none here."
+        hint = f"did you mean {files[similar[0]]}?" if similar else where
         raise ConfigError(f"there is no config file {file}; {hint}")
     if not (settings := read_yaml(file)):
         raise ConfigError(f"{file} is empty; write a recipe and its settings into it.")

@@ -98,7 +98,7 @@ class RunningStatistics:
         return returned
 
     def finish(self, sums: StepSums, norm: Tensor | float) -> None:
-        """Update the statistics with a step's micro-batches; restore them if the step is skipped."""
+        """Update the statistics with a step's micro-batches; restore them if it is skipped."""
         before, calls_before = self.before
         after, calls = self.start
         if self.has_parts:
