@@ -42,9 +42,10 @@ class BatchesConfig:
     """Samples per optimizer step, over all ranks."""
     micro_batch_size: int = may_change(0, least=0)
     """Maximum number of samples per forward pass; 0: each rank takes its part of the global batch
-    in one pass. The global batch is cut into as few equal micro-batches as possible, and the
-    ranks take them in turn, so dropout and BatchNorm are the same for any number of processes up to
-    the number of micro-batches. The launcher halves this if a pass lacks memory (memory.py)."""
+    in one pass. The global batch is cut into as few equal micro-batches as possible, and the ranks
+    take them in turn, so dropout and BatchNorm are the same for any number of processes up to the
+    number of micro-batches. The launcher halves the value if a pass runs out of memory (memory.py).
+    """
     workers: int | None = may_change(None, least=0)
     """Loader processes per rank; null: use one fewer than the CPUs of this rank, at most 8."""
     seed_samples: Literal["auto"] | bool = "auto"
