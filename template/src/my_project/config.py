@@ -489,7 +489,7 @@ def fixed_settings(config: Config) -> dict[str, Any]:
 def used_fixed_settings(config: Config) -> list[str]:
     """Return the names of the fixed settings whose values are not the defaults.
 
-    All settings of recipe and batches are included, since these two have no default.
+    All fixed settings of recipe and batches are included, since these two have no default.
     """
     defaults = saved_fixed_settings({}, config)
     return [name for name, value in fixed_settings(config).items() if value != defaults.get(name)]

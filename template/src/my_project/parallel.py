@@ -80,8 +80,8 @@ def prepare(
     Args:
         accelerator: this process's Accelerator.
         config: the run's config.
-        model: with its weights or, for FSDP, on the meta device.
-        optimizer: of the model's parameters.
+        model: the model, with its weights or, for FSDP, on the meta device.
+        optimizer: the optimizer of the model's parameters.
         weights: the weights of a model on the meta device (on rank 0; {} on other ranks); None: a
             checkpoint fills the shards later.
 

@@ -317,8 +317,7 @@ def fill(model: nn.Module, weights: dict[str, Tensor], device: torch.device) -> 
 
     Args:
         model: the sharded model.
-        weights: as returned by `build_for_sharding`; emptied on the way, which frees rank 0's host
-            memory.
+        weights: from `build_for_sharding`; emptied on the way, which frees rank 0's host memory.
         device: the device on which ranks communicate.
     """
     for name, parameter in model.named_parameters():

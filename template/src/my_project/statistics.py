@@ -5,7 +5,7 @@ momentum, s are the statistics of the micro-batch. On several ranks, each rank w
 and update it only with its own micro-batches. But the update is linear: after the micro-batches
 0 to n - 1 of a step, r is (1 - m)^n r + sum_k (1 - m)^(n - 1 - k) m s_k. So each micro-batch begins
 with the r that the step began with. The r that torch then writes, minus (1 - m) r, is m s_k. Each
-rank sums these parts with their weights, and the sums are part of the step's all-reduce. With one
+rank sums these parts with these weights, and the sums are part of the step's all-reduce. With one
 process, torch alone updates the statistics. A skipped step leaves them as they were.
 
 This is exact if all micro-batches of a step call a layer equally often. If some call it more often
@@ -117,7 +117,7 @@ class RunningStatistics:
         """Add a micro-batch's part to the sums of this rank."""
         before, calls_before = self.start
         calls = calls - calls_before
-        # if a layer was not called, the recipe wrote its statistics
+        # if a layer was not called, only the recipe can have written its statistics
         before = torch.where((calls == 0)[self.layer_indices], statistics, before)
         self.start = before, calls_before
         decay = self._decay(calls)
