@@ -1,7 +1,7 @@
 """Find the blocks of a model, recompute their activations, and compile them.
 
 FSDP2 gathers one block at a time (sharding.py), and the activations of blocks are recomputed in the
-backward pass. All this changes how a module is called and replaces none, so that the names of the
+backward pass. All this changes how modules are called, but replaces no module: the names of the
 parameters and the keys of exports and checkpoints stay those of the plain model.
 """
 
@@ -27,10 +27,10 @@ from .recipe import Recipe, optional
 def blocks(recipe: Recipe, model: nn.Module) -> list[nn.Module]:
     """Return the blocks of a model: what the recipe's model_blocks returns, or outermost modules.
 
-    The outermost modules are those of the classes that transformers never splits over devices or,
-    if it names none, those of which a ModuleList or Sequential holds several, except leaves such as
-    Linear. A module that shares a weight with another part of the model is not a block, since FSDP2
-    could not gather it alone.
+    The outermost modules of certain classes are blocks: the classes that transformers never splits
+    over devices or, if there are none, classes that occur several times in a ModuleList or
+    Sequential, except leaves such as Linear. A module that shares a weight with another part of the
+    model is not a block, since FSDP2 could not gather it alone.
     """
     if model_blocks := optional(recipe, "model_blocks"):
         return list(model_blocks(model))
@@ -48,7 +48,7 @@ def blocks(recipe: Recipe, model: nn.Module) -> list[nn.Module]:
 
 
 def _repeated(model: nn.Module) -> set[str]:
-    """Return the names of the classes of which a list holds several modules that have parts."""
+    """Return the names of classes that occur several times in a list and have submodules."""
     lists = (nn.ModuleList, nn.Sequential)
     return {
         kind.__name__
@@ -60,7 +60,7 @@ def _repeated(model: nn.Module) -> set[str]:
 
 
 def _parameters(model: nn.Module) -> Iterator[nn.Parameter]:
-    """Yield each parameter as often as a module holds it: a tied weight several times."""
+    """Yield the parameters of every module in turn; a tied weight is yielded several times."""
     return (p for module in model.modules() for p in module.parameters(recurse=False))
 
 
@@ -68,9 +68,9 @@ def _parameters(model: nn.Module) -> Iterator[nn.Parameter]:
 def recompute_activations(block: nn.Module) -> None:
     """Keep only a block's inputs, and compute its forward again in the backward pass.
 
-    The random state is restored before, so dropout draws the same masks.
+    The random state is restored first, so dropout draws the same masks.
     """
-    # a bound method, so that a deep copy of the block calls its own
+    # a bound method, so that a deep copy of the block calls its own forward
     block.forward = MethodType(_recomputed_forward, block)
 
 
@@ -102,7 +102,7 @@ def _recomputed_forward(block: nn.Module, *arguments: Any, **named: Any) -> Any:
 
 @contextmanager
 def _kept_statistics(block: nn.Module) -> Iterator[None]:
-    """Undo the second update of BatchNorm's running statistics, after the block."""
+    """Undo the second update of BatchNorm's running statistics when the recomputation ends."""
     norms = [module for module in block.modules() if isinstance(module, _BatchNorm)]
     kept = [(buffer, buffer.clone()) for norm in norms for buffer in norm.buffers(recurse=False)]
     try:
@@ -121,18 +121,20 @@ def blocks_are_recomputed(model: nn.Module) -> bool:
 
 # ---- torch.compile -------------------------------------------------------------------------------
 def compile_blocks_in_place(accelerator: Accelerator, wrapper: Any, config: Config) -> None:
-    """Compile as accelerate's dynamo_config says, in place of accelerate.
+    """Compile as accelerate's dynamo_config says, but here instead of in accelerate.
 
     accelerate would put each block into another module, compile DDP's own code with the model, and
-    pass on dynamic=False, since `accelerate launch` cannot leave the key unset: a batch of another
+    pass dynamic=False, since `accelerate launch` cannot leave the key unset: a batch of another
     length would then compile everything again.
+
+    With dynamo_use_regional_compilation, and under FSDP, which gathers a block's weights between
+    the compiled parts, each block is compiled alone. Otherwise, or if the model has no blocks, the
+    wrapper is compiled as a whole.
 
     Args:
         accelerator: this process's Accelerator, which compiles nothing afterwards.
-        wrapper: a contract.RecipeModule, compiled as a whole, with the recipe's loss.
-        config: the run's config. With dynamo_use_regional_compilation, and under FSDP, which
-            gathers the weights of a block between the compiled parts, the blocks of the model, if
-            there are any, are compiled in place of the whole.
+        wrapper: a contract.RecipeModule, which calls the model and the recipe's loss.
+        config: the run's config.
     """
     plugin = getattr(accelerator.state, "dynamo_plugin", None)
     if plugin is None or plugin.backend == DynamoBackend.NO:

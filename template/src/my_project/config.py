@@ -1,7 +1,7 @@
 """The settings of a run, each with its unit and its default.
 
-One YAML file per experiment (`configs/`), typed dotted overrides on the command line, unknown keys
-fail. This module imports no torch.
+Each experiment has a YAML file (`configs/`). Options on the command line override it by dotted
+names. Types are checked, and unknown keys are errors. This module does not import torch.
 
 A field declared with `may_change` can change between two starts of one run. Every other field
 changes the training curve, so an existing run continues only with the same value (run_folder.py).
@@ -25,7 +25,7 @@ from .safety.redaction import secrets_problem
 
 
 def may_change(default: Any, **limits: Any) -> Any:
-    """Declare a field that may change between two starts: limits as for limited, and such_as."""
+    """Declare a field that may change between two starts, with limits or an example (such_as)."""
     return field(default=default, metadata={"changes_curve": False} | limits)
 
 
@@ -42,21 +42,22 @@ class BatchesConfig:
     """Samples per optimizer step, over all ranks."""
     micro_batch_size: int = may_change(0, least=0)
     """Maximum number of samples per forward pass; 0: each rank takes its part of the global batch
-    in one pass. The global batch is cut into as few equal micro-batches as this allows, and the
-    ranks take them in turn, so dropout and BatchNorm are the same for any number of processes up to
-    the number of micro-batches. The launcher halves it if it does not fit in memory (memory.py)."""
+    in one pass. The global batch is cut into as few equal micro-batches as possible, and the ranks
+    take them in turn, so dropout and BatchNorm are the same for any number of processes up to the
+    number of micro-batches. The launcher halves the value if a pass runs out of memory (memory.py).
+    """
     workers: int | None = may_change(None, least=0)
     """Loader processes per rank; null: use one fewer than the CPUs of this rank, at most 8."""
     seed_samples: Literal["auto"] | bool = "auto"
     """Seed the random generators for each sample from (seed, epoch, index), so that augmentation
-    does not depend on the process that loads the sample. auto: torch's always (2.5 us per sample),
-    Python's and NumPy's (10 us) once a sample draws from them; the micro-batch in which that is
-    noticed is read again. true: all three, and no sample is read twice; use it for a dataset that
-    keeps what it has drawn. false: never, for a dataset without randomness. For a stream, auto
+    does not depend on the process that loads the sample. auto: seed torch's always (2.5 us per
+    sample), Python's and NumPy's (10 us) once a sample draws from them; the micro-batch with that
+    sample is read again. true: seed all three, and read no sample twice; use it for a dataset that
+    keeps what it has drawn. false: seed none, for a dataset without randomness. For a stream, auto
     means true."""
     loader: dict[str, Any] = field(default_factory=dict, metadata={"changes_curve": False})
-    """More arguments of torch.utils.data.DataLoader by name, except those that would change what a
-    batch holds."""
+    """More arguments of torch.utils.data.DataLoader by name, except those that would change the
+    samples in a batch."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,11 +72,11 @@ class OptimConfig:
     lr: float = limited(1e-3, least=0)
     """The highest learning rate of the schedule."""
     weight_decay: float = limited(0.0, least=0)
-    """For matrices and kernels; biases and normalization weights are not decayed."""
+    """Weight decay of matrices and kernels; biases and normalization weights have none."""
     schedule: Literal["constant", "linear", "cosine", "wsd", "plateau"] = "cosine"
-    """After the warmup (optim.learning_rate). wsd: constant, then a linear decay over the last
-    decay_steps. plateau: multiplied by plateau_factor after each plateau_patience evaluations in a
-    row without a better evaluation.best_metric."""
+    """The learning rate after the warmup (optim.learning_rate). wsd: constant, then a linear decay
+    over the last decay_steps. plateau: constant, but multiplied by plateau_factor after every
+    plateau_patience evaluations in a row without a better evaluation.best_metric."""
     warmup_steps: int = limited(0, least=0)
     """Steps over which the learning rate rises linearly from 0."""
     decay_steps: int = limited(0, least=0)
@@ -83,7 +84,7 @@ class OptimConfig:
     plateau_patience: int = limited(3, least=1)
     """plateau only: evaluations without a better best_metric before the rate is lowered."""
     plateau_factor: float = limited(0.1, least=0, most=1)
-    """plateau only: what the learning rate is multiplied by."""
+    """plateau only: the factor that lowers the learning rate."""
     final_lr_fraction: float = limited(0.0, least=0, most=1)
     """The learning rate at the end, as a fraction of lr."""
     clip_norm: float | None = limited(1.0, least=1e-30)
@@ -108,12 +109,12 @@ class EvaluationConfig:
     """Before the first step of a new run, evaluate one micro-batch of each validation set and
     discard the results, so that an error in the metrics ends the run before it trains."""
     samples: int = may_change(8, least=0)
-    """Validation samples that the recipe's predict_samples answers at each evaluation; 0: none."""
+    """Number of validation samples for the recipe's predict_samples at each evaluation; 0: none."""
     best_metric: str | None = may_change(None)
     """A result such as validation/accuracy; its best weights are exported to best/."""
     best_mode: Literal["max", "min"] | None = may_change(None)
     """Whether a higher or a lower best_metric is better; null: decided by torchmetrics or by
-    the metric's name (contract.best_mode); config.yaml in the run folder has the result."""
+    the metric's name (contract.best_mode), and written to config.yaml in the run folder."""
     patience: int | None = may_change(None, least=1)
     """Stop early after this many evaluations without a better best_metric; null: never."""
 
@@ -136,17 +137,17 @@ class CheckpointsConfig:
     keep_every_steps: int | None = may_change(None, least=1)
     """Also keep checkpoints at multiples of this step; null: keep none of these."""
     background: bool = may_change(True)
-    """Write in a thread while training goes on: a step waits only for the copy into host memory,
-    whose buffers stay allocated (the size of the state)."""
+    """Write in a thread while training goes on: a step waits only for the copy into host memory.
+    This copy's buffers, as large as the state, stay allocated."""
     mirror: str | None = may_change(None)
-    """URL of an object store, such as s3://bucket/prefix, to which the run is copied after each
-    save, and from which a machine without the run folder continues it; null: do not copy."""
+    """URL in an object store, such as s3://bucket/prefix. The run is copied there after each save,
+    and a machine without the run folder continues the run from there; null: do not copy."""
     mirror_seconds: float = may_change(60.0, least=0)
     """How long a run that was told to stop waits for its last upload."""
 
     @property
     def minutes(self) -> float:
-        """Return every_minutes as a number; 0 for none."""
+        """Return every_minutes as a number; 0: never save by time."""
         if self.every_minutes == "auto":
             return 10.0 if self.every_steps is None else 0.0
         return self.every_minutes or 0.0
@@ -158,7 +159,7 @@ class DistributedConfig:
 
     startup_timeout_seconds: int = may_change(1800, least=1)
     """Time without progress after which a rank counts as stalled during startup, a micro-batch of
-    an evaluation, a save, or the step after one of these; timeout_seconds if that is longer."""
+    an evaluation, a save, or the step after one of these; at least timeout_seconds."""
     timeout_seconds: int = may_change(600, least=1)
     """Time without progress after which a rank counts as stalled in a step. Every rank then
     writes its stack trace into errors/ and ends."""
@@ -166,8 +167,8 @@ class DistributedConfig:
     """Arguments of accelerate's DistributedDataParallelKwargs, by name."""
     sync_batchnorm: bool = False
     """Compute BatchNorm statistics over the micro-batches of all ranks together, so the curve
-    depends on the number of processes. GPUs only. Without it, each micro-batch has its own, and the
-    running statistics are updated by all micro-batches in order."""
+    depends on the number of processes. GPUs only. false: each micro-batch has its own statistics,
+    and the running statistics are updated by all micro-batches in order."""
     activation_checkpointing: bool = may_change(False)
     """Keep only the inputs of each block of layers, and recompute the rest in the backward pass:
     less memory, about a third more computation. The blocks are what the recipe's model_blocks
@@ -192,7 +193,7 @@ class TelemetryConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class ProfileConfig:
-    """Which steps torch.profiler records, and of which ranks (records/profiling.py)."""
+    """Which steps torch.profiler records, and on which ranks (records/profiling.py)."""
 
     steps: str | None = may_change(None, such_as="20:25")
     """The first and the last step to profile, by their numbers in metrics.jsonl, which count from
@@ -204,12 +205,12 @@ class ProfileConfig:
     """Also record the line of code that called each operator; slower, and larger files."""
 
     def __post_init__(self) -> None:
-        """Refuse steps that are not a window; a wrong type is refused by Config."""
+        """Refuse `steps` that are not a window; Config refuses a wrong type."""
         _ = isinstance(self.steps, str) and self.window
 
     @property
     def window(self) -> tuple[int, int] | None:
-        """Return the first and the last step; None where no step is profiled."""
+        """Return the first and the last step; None if no step is profiled."""
         if self.steps is None:
             return None
         numbers = re.fullmatch(r"(\d+):(\d+)", self.steps)
@@ -231,8 +232,8 @@ class ChecksConfig:
     """
 
     recipe: str | bool = may_change("warn")
-    """`loss` and `num_items` that are not sums over samples, and settings without effect, before
-    the first step of a new run (checks/recipe.py)."""
+    """A loss or num_items that is not a sum over samples, and settings without effect; checked
+    before the first step of a new run (checks/recipe.py)."""
     data: str | bool = may_change("warn")
     """A run that continues with different data (checks/agreement.py)."""
     code: str | bool = may_change("warn")
@@ -272,7 +273,7 @@ class Config:
     run_name: str = may_change("run")
     """Name of the run folder; on the command line it defaults to the config file's name."""
     runs_folder: str = may_change("runs")
-    """Parent of the run folders; on several nodes, shared storage."""
+    """Folder that contains the run folders; for several nodes, on shared storage."""
     resume: str = may_change("auto")
     """auto: continue this run if it exists; never: move it aside and start again from step 0; or
     the path of a checkpoint to continue from, with its step and its optimizer. To start from
@@ -283,7 +284,7 @@ class Config:
     seed: int = limited(0, least=0)
     """Seed of initial weights, data order, augmentation and dropout."""
     precision: Literal["no", "bf16", "fp16"] | None = may_change(None)
-    """Mixed precision; null: use the accelerate config's."""
+    """Mixed precision; null: use the setting of the accelerate config."""
     tf32: bool = may_change(True)
     """Allow TF32 for float32 matrix products on GPUs that support it."""
     channels_last: bool = may_change(False)
@@ -338,7 +339,7 @@ class Config:
 
 
 def check_limits(settings: Any, prefix: str = "") -> None:
-    """Refuse a value that is not of the type or not within the limits of its field."""
+    """Refuse a value that does not have the type of its field, or is outside its limits."""
     for f in dataclasses.fields(settings):
         name, value = f"{prefix}{f.name}", getattr(settings, f.name)
         if dataclasses.is_dataclass(value) and name != "recipe":
@@ -350,7 +351,7 @@ def check_limits(settings: Any, prefix: str = "") -> None:
             raise wrong_value(name, value, f.type, f.metadata)
 
 
-# ---- what a setting takes ------------------------------------------------------------------------
+# ---- the values of a setting ---------------------------------------------------------------------
 KINDS: dict[Any, str] = {  # the types of settings, and what messages call them
     bool: "true or false",
     int: "a whole number",
@@ -363,7 +364,7 @@ KINDS: dict[Any, str] = {  # the types of settings, and what messages call them
 
 
 def each_setting(kind: Any = None, prefix: str = "") -> Iterator[tuple[str, Any, Any]]:
-    """Yield dotted name, type and metadata of each setting, a group before its settings.
+    """Yield the dotted name, type and metadata of each setting; a group precedes its settings.
 
     Args:
         kind: a dataclass; by default Config.
@@ -377,7 +378,7 @@ def each_setting(kind: Any = None, prefix: str = "") -> Iterator[tuple[str, Any,
 
 
 def fits(value: Any, kind: Any) -> bool:
-    """Return whether a value, as YAML reads it, is of a type; True for a type not in KINDS."""
+    """Return whether a value that YAML has read is of a type; True for a type not in KINDS."""
     origin, parts = get_origin(kind) or kind, get_args(kind)
     if origin in (Union, UnionType):
         return any(fits(value, part) for part in parts)
@@ -392,7 +393,7 @@ def fits(value: Any, kind: Any) -> bool:
 
 
 def takes(kind: Any, such_as: str = "") -> list[str]:
-    """Describe in words the values that a type takes."""
+    """Describe in words the values that a type allows."""
     origin, parts = get_origin(kind) or kind, get_args(kind)
     if origin in (Union, UnionType):
         return [word for part in parts for word in takes(part, such_as)]
@@ -404,13 +405,13 @@ def takes(kind: Any, such_as: str = "") -> list[str]:
 
 
 def wrong_value(name: str, value: Any, kind: Any, metadata: Any = None) -> ConfigError:
-    """Return the error of a setting: its name, its value and what it takes.
+    """Return the error for a wrong value: the setting's name, the value and the allowed values.
 
     Args:
-        name: of the setting.
-        value: of the wrong type, or outside the limits.
-        kind: the type.
-        metadata: of the field; it holds the limits.
+        name: the setting's dotted name.
+        value: a value of the wrong type, or outside the limits.
+        kind: the setting's type.
+        metadata: the field's metadata, with the limits.
     """
     limits = metadata or {}
     least, most = limits.get("least"), limits.get("most")
@@ -488,7 +489,7 @@ def fixed_settings(config: Config) -> dict[str, Any]:
 def used_fixed_settings(config: Config) -> list[str]:
     """Return the names of the fixed settings whose values are not the defaults.
 
-    They include every setting of recipe and batches, which have no default.
+    All fixed settings of recipe and batches are included, since these two have no default.
     """
     defaults = saved_fixed_settings({}, config)
     return [name for name, value in fixed_settings(config).items() if value != defaults.get(name)]
@@ -499,11 +500,11 @@ def saved_fixed_settings(saved: Any, config: Any, prefix: str = "") -> dict[str,
 
     Args:
         saved: the content of the file.
-        config: its fields are looked up in the file; their defaults replace missing ones.
+        config: gives the fields to look up in the file, and the defaults for missing ones.
         prefix: prepended to the dotted names.
     """
-    known = {f.name for f in dataclasses.fields(config)}
-    settings = {prefix + name: value for name, value in saved.items() if name not in known}
+    names = {f.name for f in dataclasses.fields(config)}
+    settings = {prefix + name: value for name, value in saved.items() if name not in names}
     for f in dataclasses.fields(config):
         if not f.init or not f.metadata.get("changes_curve", True):
             continue

@@ -27,11 +27,11 @@ from .recipe import Recipe, optional, problems, source_location
 from .words import shortened
 
 logger = logging.getLogger(__name__)
-KNOWN_NAMES: dict[str, set[str]] = {  # words in the names of metrics, by best_mode
+KNOWN_NAMES: dict[str, set[str]] = {  # words in metrics' names, by best_mode
     "max": {"accuracy", "acc", "precision", "recall", "f1", "iou", "dice", "auroc", "auc", "bleu"},
     "min": {"loss", "error", "perplexity", "nll", "mse", "rmse", "mae", "wer", "cer", "bits"},
 }
-TRAIN_TAGS = {"loss", "learning_rate", "gradient_norm", "epoch", "skipped_steps"}  # of trackers
+TRAIN_TAGS = {"loss", "learning_rate", "gradient_norm", "epoch", "skipped_steps"}  # the loop's own
 
 
 def check_recipe(config: Config) -> None:
@@ -61,9 +61,9 @@ def build_datasets(
     a random split stays the same.
 
     Args:
-        recipe: reads the data.
+        recipe: the recipe, which reads the data.
         data_info: from prepare_data.
-        config: the run's, for its overfit_batches; None: return all samples.
+        config: the run's config, which has overfit_batches; None: return all samples.
 
     Returns:
         The training set, and the validation sets by name.
@@ -85,11 +85,11 @@ def build_datasets(
         sets = {"the training set": train} | validation_sets
     for name, data in sets.items():
         if isinstance(data, type) or not isinstance(name, str):
-            refuse(recipe, "build_datasets", f"returned {described(data)} as {name!r}.")
+            refuse(recipe, "build_datasets", f"returned, as {name!r}, {described(data)}.")
         # torch's IterableDataset has a __getitem__, but it only raises
         if isinstance(data, IterableDataset) or not hasattr(data, "__getitem__"):
-            problem = f"returned {type(data).__name__} as {name}, which has no index: data[i]"
-            refuse(recipe, "build_datasets", f"{problem} (or has lanes, see recipe.py).")
+            problem = f"returned {type(data).__name__} as {name}, which has no index (data[i])"
+            refuse(recipe, "build_datasets", f"{problem} and no lanes (see recipe.py).")
         if not hasattr(data, "__len__"):
             problem = f"returned {described(data)} as {name}, which has no length"
             refuse(recipe, "build_datasets", f"{problem}: give it a method __len__.")
@@ -105,11 +105,11 @@ def build_datasets(
 
 # ---- model and loss ------------------------------------------------------------------------------
 def build_model(config: Config, data_info: dict[str, Any]) -> nn.Module:
-    """Call the recipe's build_model; what it draws follows from the config's seed.
+    """Call the recipe's build_model, with the random state that follows from the config's seed.
 
     Raises:
-        ConfigError: it returned no model, or a model with a sparse buffer, or with a buffer that
-            checkpoints would hold and that is not finite, such as a mask of -inf.
+        ConfigError: it did not return a model; or the model has a sparse buffer, or a buffer that
+            checkpoints would hold although it is not finite, such as a mask of -inf.
     """
     seed_model(config.seed)
     model = config.recipe.build_model(data_info)
@@ -121,7 +121,7 @@ def build_model(config: Config, data_info: dict[str, Any]) -> nn.Module:
             remedy = "register its indices and values, and build it from them where it is used"
             refuse(config.recipe, "build_model", f"{problem}: {remedy}.")
         if name in saved and not buffer.is_meta and not torch.isfinite(buffer).all():
-            problem = f"has the buffer {name}, whose values are not finite and would be saved"
+            problem = f"has the buffer {name}, whose values are not finite but would be saved"
             refuse(config.recipe, "build_model", f"{problem}: register it with persistent=False.")
     return model
 
@@ -133,13 +133,13 @@ def check_model(recipe: Recipe, method: str, model: Any) -> None:
 
 
 def seed_model(seed: int) -> None:
-    """Seed what the recipe's build_model and load draw, on every device."""
+    """Seed the random generators of every device for the recipe's build_model and load."""
     seed_rng(seed)
     torch.manual_seed(seed)
 
 
 def check_loss(recipe: Recipe, returned: Any) -> tuple[str, ...]:
-    """Check the values of the first loss, before its backward pass; return the scalars' names."""
+    """Check what `loss` returned, before the backward pass; return the scalars' names."""
     names: tuple[str, ...] = ()
     try:
         loss_sum, num_items, *rest = returned
@@ -157,9 +157,9 @@ def check_loss(recipe: Recipe, returned: Any) -> tuple[str, ...]:
             recipe,
             "loss",
             f"returned {shown}; it must return (loss_sum, num_items): the sum of the per-item"
-            " losses, a scalar tensor, and the number of items in it, a number or scalar tensor"
-            " that is finite and not negative. A third value, if any, is {name: sum} of scalars to"
-            f" record, under other names than {', '.join(sorted(TRAIN_TAGS))}.",
+            " losses as a scalar tensor, and the number of items in this sum as a finite,"
+            " non-negative number or scalar tensor. It may add a third value, {name: sum}, scalars"
+            f" to record under names other than {', '.join(sorted(TRAIN_TAGS))}.",
         )
     if (dtype := returned[0].dtype) in (torch.bfloat16, torch.float16):
         problem = f"returned a loss of {dtype}, which has only three digits"
@@ -168,7 +168,7 @@ def check_loss(recipe: Recipe, returned: Any) -> tuple[str, ...]:
 
 
 def with_zero_weight(returned: Any) -> tuple[Any, ...]:
-    """Multiply what loss has returned by zero, so that its backward pass adds nothing."""
+    """Multiply what `loss` returned by zero, so that its backward pass adds nothing."""
     loss_sum, _, *rest = returned
     return loss_sum.nan_to_num(0, 0, 0) * 0, 0, *(dict.fromkeys(scalars, 0) for scalars in rest)
 
@@ -184,7 +184,7 @@ class RecipeModule(nn.Module):
     ) -> None:
         super().__init__()
         self.model = model
-        self.autocast = autocast  # device type and dtype; None: accelerate does it
+        self.autocast = autocast  # device type and dtype; None: accelerate applies autocast
 
     def forward(self, function: Callable, *arguments: Any) -> Any:
         """Call function(model, *arguments)."""
@@ -212,7 +212,7 @@ def build_metrics(recipe: Recipe) -> dict[str, Any]:
         problem = "" if is_metric else f"a {type(metric).__name__}, not a torchmetrics.Metric"
         for part in metric_parts(metric) if is_metric else []:
             kind = type(part).__name__
-            if isinstance(part, WrapperMetric) and part._defaults:  # Running: of its last updates
+            if isinstance(part, WrapperMetric) and part._defaults:  # Running: its last updates only
                 problem = f"a {kind}, whose value depends on the micro-batches of each process"
             elif not part._defaults and len(metric_parts(part)) == 1:
                 problem = f"a {kind} without a state (add_state) that ranks could merge"
@@ -224,9 +224,9 @@ def build_metrics(recipe: Recipe) -> dict[str, Any]:
 
 
 def metric_parts(metric: nn.Module) -> list[Any]:
-    """Return a metric and those inside it, one for each state.
+    """Return a metric and the metrics inside it, one for each state.
 
-    If several share a state, as in ClasswiseWrapper, take the last, which counts the updates.
+    If several share a state, as in ClasswiseWrapper, return the last, which counts the updates.
     """
     from torchmetrics import Metric
 
@@ -235,7 +235,7 @@ def metric_parts(metric: nn.Module) -> list[Any]:
 
 
 def _keep_nan(metric: Any, value: Any, weight: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Return values and weights unchanged, in place of a method of torchmetrics.
+    """Replace a method of torchmetrics: return values and weights unchanged.
 
     With nan_strategy "disable", torchmetrics 1.7 to 1.9 replaces the weights by ones.
     """
@@ -244,15 +244,15 @@ def _keep_nan(metric: Any, value: Any, weight: Tensor | None = None) -> tuple[Te
 
 
 def best_mode(metric: Any, result: str, name: str) -> str:
-    """Return "max" if a higher result is better, else "min", by torchmetrics and by its name.
+    """Return "max" if a higher result is better, else "min", as torchmetrics or the name says.
 
     Args:
-        metric: whose result it is.
-        result: the name of the result; <name>/<key> for one of several.
-        name: of the metric.
+        metric: the metric that computes the result.
+        result: the result's name; <name>/<key> if the metric has several.
+        name: the metric's name.
 
     Raises:
-        ConfigError: neither says which, or they contradict each other.
+        ConfigError: neither source decides, or the two contradict each other.
     """
     from torchmetrics.wrappers.abstract import WrapperMetric
 
@@ -261,19 +261,19 @@ def best_mode(metric: Any, result: str, name: str) -> str:
     parts = [part for part in metric_parts(metric) if not isinstance(part, WrapperMetric)]
     declared = {part.higher_is_better for part in parts}
     words = {*re.findall("[a-z]+[0-9]?", result.lower())}
-    modes = {mode for mode, known in KNOWN_NAMES.items() if words & known}
+    modes = {mode for mode, names in KNOWN_NAMES.items() if words & names}
     if declared in ({True}, {False}):
         modes.add("max" if declared == {True} else "min")
     if len(modes) != 1:
         raise ConfigError(
-            f"evaluation.best_mode is null, and neither torchmetrics nor the name tells whether a"
+            f"evaluation.best_mode is null, and neither torchmetrics nor the name says whether a"
             f" higher or a lower {result} is better: set evaluation.best_mode to max or min."
         )
     return modes.pop()
 
 
 def scalars(recipe: Recipe, name: str, value: Any) -> dict[str, float]:
-    """Return the result of a metric's compute() as numbers by name; those of a dict by name/key."""
+    """Return a metric's result as numbers by name; if it is a dict, the names are <name>/<key>."""
     parts = value if isinstance(value, dict) else {"": value}
     try:
         return {f"{name}/{key}" if key else name: float(part) for key, part in parts.items()}
@@ -288,7 +288,7 @@ def check_best_metric(config: Config, validation_sets: dict[str, Any]) -> Config
     """Check the recipe's metrics, and that an evaluation will compute best_metric.
 
     Returns:
-        The config, with a null best_mode replaced by the one the metric implies.
+        The config, with a null best_mode replaced by the mode that the metric implies.
     """
     evaluation, wanted = config.evaluation, config.evaluation.best_metric
     metrics = build_metrics(config.recipe) if validation_sets else {}

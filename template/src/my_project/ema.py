@@ -55,7 +55,7 @@ class EMA:
         Args:
             folder: the checkpoint.
             read_weight: reads a tensor of the model by its name.
-            first_names: the first name of each parameter; a tied one has several.
+            first_names: maps each name of a parameter to its first; tied ones have several.
         """
         averages = TensorReader(folder, "ema")
 
@@ -74,7 +74,7 @@ class EMA:
 
     @contextmanager
     def swapped_in(self) -> Iterator[None]:
-        """Put the averages in place of the weights, for the block."""
+        """Put the averages in place of the weights inside the block."""
         self._swap()
         try:
             yield
@@ -89,11 +89,11 @@ def load_ema(folder: Path, model: nn.Module) -> None:
     averages.fill({name: p for name, p in named.items() if name in averages.shapes})
 
 
-MAX_SHARE = 0.05  # of the initial weights in an average
+MAX_SHARE = 0.05  # maximum share of the initial weights in an average
 
 
 def ema_problem(decay: float | None, steps: int) -> str:
-    """Return what is wrong with an average of weights over this many steps, "" if nothing."""
+    """Return the problem of an average of weights over this many steps; "" if there is none."""
     share = (decay or 0.0) ** steps
     if share <= MAX_SHARE:
         return ""

@@ -46,10 +46,10 @@ def evaluate(
     Args:
         accelerator: this process's Accelerator.
         config: the run's config.
-        model: prepared; called with a function of the plain model (contract.RecipeModule).
-        datasets: map-style, by name.
+        model: the prepared model; called with a function of the plain one (contract.RecipeModule).
+        datasets: map-style datasets by name.
         step: the number of steps that the weights have been trained for; passed to `loss`.
-        note_progress: called before each micro-batch, since a large dataset may take minutes.
+        note_progress: called before each micro-batch, since an evaluation may last minutes.
         is_sanity_check: take one micro-batch of each dataset, on each rank.
 
     Returns:
@@ -58,8 +58,8 @@ def evaluate(
     recipe, world_size, device = config.recipe, accelerator.num_processes, accelerator.device
     update = optional(recipe, "update_metrics") or recipe_loss(config, step)
     collate, size = optional(recipe, "collate"), micro_batch_size(config)
-    # With workers, this process reads no sample: the workers would inherit a file that the dataset
-    # opens at its first sample, and share its offset.
+    # If there are workers, the sanity check reads in one of them: a dataset opens its files at the
+    # first sample, and if this process read it, later workers would share the files' offsets.
     extra = {"max_workers": 1, "persistent_workers": False} if is_sanity_check else {}
     results: dict[str, float] = {}
     with evaluation_mode(accelerator, model):
@@ -94,7 +94,7 @@ def evaluate(
 
 @contextmanager
 def evaluation_mode(accelerator: Accelerator, model: nn.Module) -> Iterator[None]:
-    """Set a prepared model to evaluation: no gradients, and the buffers of rank 0 on every rank."""
+    """Prepare a model for evaluation: no gradients, and rank 0's buffers on every rank."""
     model.eval()
     renew_sharding(model)
     broadcast_buffers(accelerator, model)
@@ -114,13 +114,13 @@ def sanity_check(run: Run, accelerator: Accelerator, model: Any, sets: dict[str,
     without this check.
     """
     with restored_state(model), warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # such as that a micro-batch lacks a class
+        warnings.simplefilter("ignore")  # such as a warning that a micro-batch lacks a class
         evaluate(accelerator, run.config, model, sets, 0, run.note_progress, is_sanity_check=True)
 
 
 @contextmanager
 def restored_state(model: nn.Module) -> Iterator[None]:
-    """Restore parameters and buffers after the block: some modules set them in a forward."""
+    """Restore parameters and buffers after the block, since some modules set them in a forward."""
     kept: list[tuple[dict[str, Any], str, Tensor, Tensor]] = [
         (named, name, tensor, tensor.detach().clone())
         for module in model.modules()
@@ -147,20 +147,20 @@ def merge_metrics_on_main(accelerator: Accelerator, metrics: dict[str, Any]) -> 
     """Merge the metrics' state of all ranks on rank 0, which alone can then compute them.
 
     This replaces torchmetrics' own gathering, which brings the state of all ranks to every rank,
-    and aborts the process if one rank holds a list of values and another, without samples, an empty
-    one. torchmetrics has no public way to make compute() use the state as is, even in a group of
-    one.
+    and aborts the process if a rank without samples has an empty list where another rank has a list
+    of values. torchmetrics has no public way to make compute() use the state as it is, not even in
+    a process group of one rank.
     """
     parts = [part for name in sorted(metrics) for part in contract.metric_parts(metrics[name])]
-    for metric in dict.fromkeys(parts):  # once, even if several metrics share it
+    for metric in dict.fromkeys(parts):  # each once, even if several metrics share it
         metric._to_sync = False
-        metric._computed = None  # cached if a recipe computed the value of a micro-batch
+        metric._computed = None  # set if a recipe computed a micro-batch's value
         if accelerator.num_processes > 1:
             _merge(accelerator, metric)
 
 
 def _merge(accelerator: Accelerator, metric: Any) -> None:
-    """Merge on rank 0, as the metric declares, the states of all ranks that have samples."""
+    """On rank 0, merge the states of all ranks that have samples, by the metric's reductions."""
     state = send_to_device(metric.metric_state, "cpu")
     gathered = gather_on_main(accelerator, (metric.update_count, state))
     # ranks without samples hold defaults, whose shape may differ
@@ -184,7 +184,7 @@ def _merge(accelerator: Accelerator, metric: Any) -> None:
 def _values(
     accelerator: Accelerator, config: Config, metrics: dict[str, Any], is_sanity_check: bool
 ) -> dict[str, float]:
-    """Compute on rank 0, which holds the merged state; return the values on every rank."""
+    """Compute the metrics on rank 0, which has the merged states; return them on every rank."""
 
     def compute() -> dict[str, float]:
         values: dict[str, float] = {}
@@ -216,7 +216,7 @@ def recipe_loss(config: Config, step: int) -> Any:
 
 
 def broadcast_buffers(accelerator: Accelerator, model: nn.Module) -> None:
-    """Broadcast the buffers of rank 0, as DDP does with most of them in training."""
+    """Broadcast the buffers of rank 0, as DDP does with most buffers in training."""
     if accelerator.num_processes > 1:
         for buffer in model.buffers():
             values = buffer.contiguous()  # NCCL refuses other layouts, and gloo scrambles them

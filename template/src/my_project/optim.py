@@ -20,7 +20,7 @@ UNSCHEDULED = ("constant", "plateau")  # the schedules that do not depend on the
 
 
 def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
-    """Give weight decay to matrices and kernels, none to biases and normalization weights."""
+    """Give weight decay to matrices and kernels, but not to biases and normalization weights."""
     trained = [p for p in model.parameters() if p.requires_grad]
     groups = [
         {"params": [p for p in trained if p.ndim >= 2], "weight_decay": weight_decay},
@@ -30,7 +30,7 @@ def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, An
 
 
 def optimizer_class(config: OptimConfig) -> Any:
-    """Import the optimizer's class; refuse arguments that it does not take."""
+    """Import the optimizer's class; refuse arguments that it does not accept."""
     module, _, name = config.class_path.rpartition(".")
     try:
         kind = getattr(importlib.import_module(module), name)
@@ -45,7 +45,7 @@ def optimizer_class(config: OptimConfig) -> Any:
 def has_two_views(optimizer: Any) -> bool:
     """Return whether an optimizer evaluates different weights from those it trains.
 
-    Schedule-free optimizers do: train() and eval() switch between the two.
+    Schedule-free optimizers do so: their train() and eval() switch between the two.
     """
     return all(callable(getattr(optimizer, method, None)) for method in ("train", "eval"))
 
@@ -62,10 +62,10 @@ def build_optimizer(config: OptimConfig, recipe: Recipe, model: nn.Module) -> to
     given_keys = {key for group in groups if isinstance(group, dict) for key in group}
     accepted = inspect.signature(kind).parameters
     arguments = {"lr": config.lr} | config.init_args
-    if "weight_decay" in accepted:  # for groups without their own
+    if "weight_decay" in accepted:  # for groups without one
         arguments.setdefault("weight_decay", config.weight_decay)
     if "fused" in accepted and not {"fused", "foreach", "capturable"} & set(arguments):
-        # FSDP will shard those on the meta device, and DTensor supports only Adam's fused kernels
+        # FSDP will shard parameters on meta, and DTensor supports fused kernels only for Adam
         is_adam = issubclass(kind, (torch.optim.Adam, torch.optim.AdamW))
         devices = ["cpu", "cuda", *["meta"] * is_adam]
         arguments["fused"] = not has_sparse_gradients(model) and all(
@@ -84,7 +84,7 @@ def build_optimizer(config: OptimConfig, recipe: Recipe, model: nn.Module) -> to
     if has_two_views(optimizer):
         optimizer.train()  # type: ignore[attr-defined]
         for parameter in [p for p, slots in optimizer.state.items() if not slots]:
-            del optimizer.state[parameter]  # an empty entry, made by looking it up
+            del optimizer.state[parameter]  # an empty entry, which a lookup created
     check_parameters(optimizer, model)
     known = {"params", "lr_scale", *optimizer.defaults} - {"lr"}
     for key in given_keys - known if own_groups else ():  # torch ignores unknown keys
@@ -107,7 +107,7 @@ def check_parameters(optimizer: torch.optim.Optimizer, model: nn.Module) -> None
     """Refuse groups that omit or repeat a trained parameter of the model, or hold other tensors.
 
     Raises:
-        ConfigError: names the parameters.
+        ConfigError: the groups are wrong; the message names the parameters.
     """
     held = Counter(id(p) for group in optimizer.param_groups for p in group["params"])
     trained = {name: held[id(p)] for name, p in model.named_parameters() if p.requires_grad}
@@ -168,7 +168,7 @@ def normalize_and_clip_(
     """Multiply the gradients by scale and clip them, in one pass over them.
 
     Args:
-        gradients: what the backward passes left, all of one step.
+        gradients: all gradients of one step, after its last backward pass.
         scale: the factor that turns them into the gradient of the loss per item.
         clip_norm: the maximum norm over all parameters, after scaling; None: no clipping.
 
@@ -180,13 +180,13 @@ def normalize_and_clip_(
     norm: Any = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients)))  # type: ignore
     if isinstance(norm, DTensor):  # the gradients are sharded
         norm = norm.full_tensor()
-    if norm.is_cpu:  # reading it waits for nothing, and numbers are faster than tensors
+    if norm.is_cpu:  # reading it is immediate, and numbers are faster than tensors
         norm, scale = norm.item(), float(scale)
     norm = norm * scale
     if clip_norm is not None:
         clip = clip_norm / (norm + 1e-6)
         scale = scale * (clip.clamp(max=1.0) if isinstance(clip, Tensor) else min(clip, 1.0))
-    # a factor of a different dtype costs one more kernel per gradient
+    # a factor of a different dtype would launch one more kernel per gradient
     is_float32 = gradients[0].dtype == torch.float32
     if isinstance(scale, Tensor):
         factor = scale.float() if is_float32 else scale
@@ -197,16 +197,16 @@ def normalize_and_clip_(
 
 
 def step_if_finite(optimizer: torch.optim.Optimizer, norm: Tensor | float) -> None:
-    """Step, or leave weights and optimizer state untouched where the norm is not finite.
+    """Step, or leave weights and optimizer state untouched if the norm is not finite.
 
-    Fused optimizers on a GPU decide on the device; other optimizers need a sync with it.
+    Fused optimizers decide this on the GPU; for other optimizers, the host waits for the norm.
     """
     is_fused = getattr(optimizer, "_step_supports_amp_scaling", False)
     # if SGD's kernel skips the first step, it leaves the momentum uninitialized
     lacks_momentum = not optimizer.state and any(g.get("momentum") for g in optimizer.param_groups)
     if is_fused and not lacks_momentum and isinstance(norm, Tensor) and norm.is_cuda:
         optimizer.grad_scale = None  # type: ignore[attr-defined]  # read by the fused kernels
-        # 0 * inf is NaN; isfinite launches more kernels
+        # 0 * inf is NaN; isfinite would launch more kernels
         optimizer.found_inf = (0 * norm).isnan().float()  # type: ignore[attr-defined]
         optimizer.step()
     elif math.isfinite(float(norm)):
@@ -215,7 +215,7 @@ def step_if_finite(optimizer: torch.optim.Optimizer, norm: Tensor | float) -> No
 
 @contextmanager
 def evaluated_view(optimizer: Any) -> Iterator[None]:
-    """Switch to the weights of eval(), for the block, if the optimizer has two views."""
+    """Switch to the weights of eval() inside the block, if the optimizer has two views."""
     if not has_two_views(optimizer):
         yield
         return

@@ -30,13 +30,13 @@ def build_model(
 ) -> tuple[nn.Module, dict[str, Tensor] | None]:
     """Build the model on the device or, where FSDP will shard it, without its weights.
 
-    Call it before the optimizer is built, which depends on the device of the parameters.
+    Call this before the optimizer is built, since that depends on the device of the parameters.
 
     Args:
         accelerator: this process's Accelerator.
         config: the run's config.
         data_info: from the recipe's prepare_data.
-        resume_from: the checkpoint whose weights are loaded later; None for new ones.
+        resume_from: the checkpoint whose weights are loaded later; None: the weights are new.
 
     Returns:
         The model, and what `prepare` needs to fill the shards.
@@ -56,11 +56,11 @@ def build_on_device(
     accelerator: Accelerator, build_whole: Callable[[], nn.Module], config: Config
 ) -> tuple[nn.Module, None]:
     """Build the model with its weights, and move it to the device."""
-    # with several CPU processes the device is cpu:0, and a move there from cpu would copy each
-    # buffer by itself, also those that share memory
+    # with several CPU processes the device is cpu:0, and a move from cpu to cpu:0 would copy each
+    # buffer separately, even buffers that share memory
     on_cpu = accelerator.device.type == "cpu"
     model = build_whole().to("cpu" if on_cpu else accelerator.device)
-    # dense, as fused kernels need, and sharing no memory, as after a move to a GPU
+    # make parameters dense, as fused kernels need, and separate in memory, as a move to a GPU does
     for parameter in model.parameters():
         parameter.data = parameter.data.clone()
     if config.channels_last:
@@ -80,14 +80,14 @@ def prepare(
     Args:
         accelerator: this process's Accelerator.
         config: the run's config.
-        model: with its weights or, for FSDP, on the meta device.
-        optimizer: of the model's parameters.
-        weights: on rank 0 the weights of a model on the meta device, on the others {}; None: a
+        model: the model, with its weights or, for FSDP, on the meta device.
+        optimizer: the optimizer of the model's parameters.
+        weights: the weights of a model on the meta device (on rank 0; {} on other ranks); None: a
             checkpoint fills the shards later.
 
     Returns:
-        The module that training calls, and the one that evaluation calls: without DDP, since the
-        ranks' batches differ in number and size there, but with autocast and FSDP.
+        The module that training calls, and the module that evaluation calls. The latter has
+        autocast and FSDP but not DDP, since the ranks' batches then differ in number and size.
     """
     wrap: Any = wrap_in_ddp
     if is_sharding(accelerator):
@@ -105,20 +105,20 @@ def wrap_in_ddp(
     optimizer: torch.optim.Optimizer,
     _: None,
 ) -> Any:
-    """Wrap the model in DDP, where there are several processes. Same arguments as `prepare`."""
+    """Wrap the model in DDP if there are several processes. Same arguments as `prepare`."""
     keep_gradients_in_buckets(config, model, optimizer)
     wrapper = RecipeModule(model)
     compile_blocks_in_place(accelerator, wrapper, config)
     placement = [False] if accelerator.device.type == "cpu" else None  # see build_on_device
     prepared = accelerator.prepare(wrapper, device_placement=placement)
-    accelerator._models[-1] = prepared  # the DDP, for accelerator.release_groups
+    accelerator._models[-1] = prepared  # the DDP module, for accelerator.release_groups
     return prepared
 
 
 def gradient_sync(model: Any, *, is_last: bool) -> AbstractContextManager:
-    """Return the context of a micro-batch, which decides what its backward pass sends.
+    """Return the context that decides what a micro-batch's backward pass communicates.
 
-    DDP all-reduces the gradients with the last micro-batch of a step.
+    DDP all-reduces the gradients only in the last micro-batch of a step.
     """
     set_gradient_sharding(model, is_last=is_last)
     if isinstance(model, DistributedDataParallel) and not is_last:
@@ -130,8 +130,8 @@ def refuse_unused(model: Any) -> None:
     """Raise torch's error if a parameter got no gradient in a step.
 
     DDP averages a bucket once all its parameters have a gradient, so a parameter without one leaves
-    its bucket unaveraged. DDP itself would notice this only in the next step, and after the last
-    step never. So this calls DDP's own check, which has no public name, in each step.
+    its bucket unaveraged. DDP itself would notice this only in the next step, and never after the
+    last step. So this calls DDP's own check in each step; the check has no public name.
     """
     if isinstance(model, DistributedDataParallel) and not model.find_unused_parameters:
         model._check_reducer_finalized()
@@ -141,9 +141,10 @@ def keep_gradients_in_buckets(config: Config, model: nn.Module, optimizer: Any) 
     """Let optimizer.zero_grad leave zeros in DDP's buckets, if a step has several micro-batches.
 
     With None instead, gradients would accumulate outside the buckets: 4 more bytes per parameter.
-    Call it before DDP makes its buckets: DDP replaces existing gradients by views of them. It does
-    nothing if parameters may be unused: with a gradient of zeros, the optimizer would still decay
-    the weight and move its momentum. Sparse gradients are in no bucket.
+    Call this before DDP makes its buckets: DDP replaces existing gradients with views of buckets.
+    This does nothing if parameters may be unused: with a gradient of zeros, the optimizer would
+    still decay the weight and update its momentum. It also does nothing if gradients are sparse,
+    since those are in no bucket.
     """
     layout, options = batch_layout(config.batches, world()[0]), config.distributed.ddp
     may_be_none = options.get("find_unused_parameters") or has_sparse_gradients(model)
@@ -170,6 +171,6 @@ def is_compiled(model: nn.Module) -> bool:
 
 
 def not_compiled(model: nn.Module) -> AbstractContextManager:
-    """Run a compiled model eagerly, for the block: evaluation batches differ in size."""
+    """Run a compiled model eagerly inside the block, since evaluation batches differ in size."""
     # only if compiled: set_stance imports torch._dynamo
     return torch.compiler.set_stance("force_eager") if is_compiled(model) else nullcontext()

@@ -1,11 +1,11 @@
-"""Read `--config file.yaml --dotted.key value ...`, and name the run after it.
+"""Read the settings from `--config file.yaml --dotted.key value ...`, and name the run after them.
 
-jsonargparse imports the recipe and checks all names and values, those of the recipe's fields too.
-Options win over files.
+jsonargparse imports the recipe and checks all names and values, including the recipe's fields.
+Options override files.
 
-A run without a run_name is named <config stem> and -<key>=<value> for each setting that was typed
-and changes the training curve, even if it has the file's value: each run of a sweep has its own
-folder, while more steps or another micro-batch size continue the same run.
+A run without a run_name is named <config stem>, then -<key>=<value> for each typed setting that
+changes the training curve, even if the file has the same value. So each run of a sweep has its own
+folder, while a start with more steps or another micro-batch size continues the same run.
 """
 
 import dataclasses
@@ -44,9 +44,9 @@ def did_you_mean(given: str, known: Iterable[str]) -> str:
 
 # ---- what was typed ------------------------------------------------------------------------------
 def split(arguments: Iterable[str]) -> tuple[list[Path], list[tuple[str, str | None]]]:
-    """Return the config files, and the names of options with their texts, which may be repeated.
+    """Return the config files, and the options as (name, text); a name may occur several times.
 
-    A name may be typed with - for _, as in --overfit-batches. Other words are config files.
+    Names may have - instead of _, as in --overfit-batches. Other words are config files.
     """
     files: list[Path] = []
     options: list[tuple[str, str | None]] = []
@@ -74,10 +74,10 @@ def read_config(file: Path) -> dict[str, Any]:
     if not file.is_file():
         folders = file.parent, Path("configs")
         paths = [path for folder in folders for path in folder.glob("*.yaml")]
-        known = {path.stem: path for path in paths if path.is_file()}  # not a broken link
-        similar = get_close_matches(file.stem, known, n=1)
-        where = f"{[*known.values()][-1].parent}/ has some." if known else "configs/ has none here."
-        hint = f"did you mean {known[similar[0]]}?" if similar else where
+        files = {path.stem: path for path in paths if path.is_file()}  # not a broken link
+        similar = get_close_matches(file.stem, files, n=1)
+        where = f"{[*files.values()][-1].parent}/ has some." if files else "configs/ has none here."
+        hint = f"did you mean {files[similar[0]]}?" if similar else where
         raise ConfigError(f"there is no config file {file}; {hint}")
     if not (settings := read_yaml(file)):
         raise ConfigError(f"{file} is empty; write a recipe and its settings into it.")
@@ -85,7 +85,7 @@ def read_config(file: Path) -> dict[str, Any]:
 
 
 def unset_duration(sources: list[dict[str, Any]]) -> list[str]:
-    """Return the option that unsets steps or epochs where a later source sets the other one."""
+    """Return the option that unsets steps if a later source sets epochs, or the reverse."""
     unset: list[str] = []
     for settings in sources:
         given = [name for name in DURATIONS if settings.get(name) not in (None, "null")]
@@ -96,7 +96,7 @@ def unset_duration(sources: list[dict[str, Any]]) -> list[str]:
 
 # ---- the name of a run ---------------------------------------------------------------------------
 def value_text(value: Any) -> str:
-    """Return a value as a run's name has it, the same for 3e-3 and 0.003, and for 64 and 64.0."""
+    """Return a value as text for a run's name: the same for 3e-3 and 0.003, and for 64 and 64.0."""
     if isinstance(value, (list, tuple)):
         return ",".join(map(value_text, value))
     if isinstance(value, float) and value.is_integer() and abs(value) < 1e15:
@@ -111,7 +111,7 @@ def make_run_name(
 
     Args:
         files: the config files.
-        typed: the options, with their texts.
+        typed: the texts of the options, by name.
         in_files: the settings in the files alone; None if they are incomplete.
         config: all settings.
     """
@@ -124,7 +124,7 @@ def make_run_name(
     for name, value in settings.items():
         is_typed = any(option.startswith(f"{name}.") for option in options)
         is_in_group = any(f"{name}.".startswith(option) for option in options)
-        # of a group that was typed as a whole, only what differs from the files
+        # if a whole group was typed, show only the settings that differ from the files
         if is_typed or (is_in_group and from_files.get(name) != value):
             short = name.rpartition(".")[2]
             shown[short if last_words.count(short) == 1 else name] = value
@@ -138,9 +138,9 @@ def make_run_name(
 
 
 def typed_names(typed: dict[str, str | None]) -> list[str]:
-    """Return the names of the options and of the settings in a group, as in --optim {"lr": 1}.
+    """Return the names of the options, and of the settings in a group such as --optim {"lr": 1}.
 
-    --recipe alone is its class path.
+    --recipe alone sets its class path.
     """
     import yaml
 
@@ -153,7 +153,7 @@ def typed_names(typed: dict[str, str | None]) -> list[str]:
 
 
 def _curve_settings(config: Config) -> dict[str, str]:
-    """Return the settings that change the training curve, as a run's name has them."""
+    """Return the settings that change the training curve, as texts for a run's name."""
     settings = flat(fixed_settings(config))
     settings["recipe.class_path"] = f"{type(config.recipe).__module__}.{settings.pop('recipe')}"
     return {name: value_text(value) for name, value in settings.items()}
@@ -164,7 +164,7 @@ def _parser(recipe: Any = None, *, prog: str | None = None, with_help: bool = Fa
     """Return jsonargparse's parser.
 
     Args:
-        recipe: the class whose fields --help lists; by default the class that a config names.
+        recipe: the class whose fields --help lists; None: the config names the class.
         prog: the command's name in --help.
         with_help: read the fields' docstrings, which takes longer than all parsing.
     """
@@ -189,9 +189,9 @@ def _config(
     """Parse and return the settings; an error becomes one line.
 
     Args:
-        parser: jsonargparse's.
-        run_parser: calls it.
-        sources: config files and options, in which an error looks for the first wrong value.
+        parser: jsonargparse's parser.
+        run_parser: calls the parser.
+        sources: the config files' settings and the options, in which the wrong value is looked up.
     """
     try:
         values = vars(parser.instantiate(run_parser()))
@@ -199,7 +199,7 @@ def _config(
         return Config(**values)
     except ConfigError:
         raise
-    except Exception as error:  # also from the import of the recipe's module
+    except Exception as error:  # of any type: parsing imports the recipe's module
         message = shortened(" ".join(str(error).split()), 1000)  # it may quote a whole file
         frame = own_frame(exception_frames(error))
         if frame and frame.file != __file__:
@@ -218,7 +218,7 @@ def spread(settings: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, An
 
 
 def read_value(text: str) -> Any:
-    """Return a typed value as YAML reads it, and 1e3 as a number."""
+    """Return a typed value as YAML reads it, but read 1e3 as a number."""
     import yaml
 
     value: Any = text
@@ -234,7 +234,7 @@ def is_null(value: Any, name: str) -> bool:
 
 
 def with_null(settings: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Replace the word None by null in the settings of a file."""
+    """Replace the word None with null in the settings of a file, where null is allowed."""
     replaced: dict[str, Any] = {}
     for key, value in settings.items():
         name = f"{prefix}{key}"
@@ -244,21 +244,21 @@ def with_null(settings: dict[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def wrong_setting(sources: Iterable[dict[str, Any]], recipe: Any) -> ConfigError | None:
-    """Return the error of the first setting whose value is not of its type, if there is one.
+    """Return the error for the first setting with a value of a wrong type, or None.
 
     Args:
-        sources: config files, and options: text by dotted name.
-        recipe: the class of the recipe; None if it is not known.
+        sources: the settings of each config file, and the options' texts by dotted name.
+        recipe: the recipe's class; None if it is unknown.
     """
-    known: dict[str, Any] = {name: (kind, limits) for name, kind, limits in each_setting()}
+    types: dict[str, Any] = {name: (kind, limits) for name, kind, limits in each_setting()}
     path = {"such_as": "package.module.Class"}
-    known |= {"recipe": (str | dict, path), "recipe.class_path": (str, path)}
-    known["recipe.init_args"] = (dict, {})
+    types |= {"recipe": (str | dict, path), "recipe.class_path": (str, path)}
+    types["recipe.init_args"] = (dict, {})
     if dataclasses.is_dataclass(recipe):
-        known |= {name: kind_limits for name, *kind_limits in each_setting(recipe, "recipe.")}
+        types |= {name: kind_limits for name, *kind_limits in each_setting(recipe, "recipe.")}
     for name, value in chain(*map(spread, sources)):
         name = re.sub(r"^recipe\.init_args\.", "recipe.", name)
-        kind, limits = known.get(name, (Any, {}))
+        kind, limits = types.get(name, (Any, {}))
         texts = [read_value(value)] if isinstance(value, str) else []
         if not any(fits(reading, kind) for reading in (value, *texts)):
             return wrong_value(name, value, kind, limits)
@@ -281,8 +281,8 @@ def _explained(message: str, parser: Any, sources: Iterable[dict[str, Any]]) -> 
         group, dashes, last = unknown.groups(default="")
         name = f"{group}.{last}".strip(".")
         fields = getattr(recipe, "__dataclass_fields__", {})
-        known = [*parser.get_defaults().keys(), *(f"recipe.{field}" for field in fields)]
-        names = {full.rpartition(".")[2]: full for full in known} | {full: full for full in known}
+        paths = [*parser.get_defaults().keys(), *(f"recipe.{field}" for field in fields)]
+        names = {path.rpartition(".")[2]: path for path in paths} | {path: path for path in paths}
         similar = [names[match] for match in get_close_matches(name, names, n=1)]
         hint = f"did you mean {dashes}{similar[0]}?" if similar else "--help lists all settings."
         return f"there is no setting {dashes}{name}; {hint}"
@@ -291,7 +291,7 @@ def _explained(message: str, parser: Any, sources: Iterable[dict[str, Any]]) -> 
         return f"recipe {kind[1]}: {reasons} (recipe.py describes all methods)."
     if missing := re.search(r"module '([\w.]+)' has no attribute '(\w+)'$", message):
         module = sys.modules[missing[1]]
-        files = Path(str(module.__file__)).parent.glob("*")  # of a package, its modules
+        files = Path(str(module.__file__)).parent.glob("*")  # a package's modules
         message += did_you_mean(missing[2], [*vars(module), *(file.stem for file in files)])
     if "arguments are required: recipe" in message:
         return f"{message}; give a config file, --config configs/<name>.yaml."
@@ -305,7 +305,7 @@ def parse(
 
     Args:
         arguments: command-line arguments, or the settings as plain data.
-        description: for --help.
+        description: the text that --help shows first.
         prog: the command's name in --help.
 
     Raises:
@@ -320,14 +320,14 @@ def parse(
     files, options = split(arguments)
     options = [(name, "null" if is_null(text, name) else text) for name, text in options]
     typed = dict(options)
-    read = [read_config(file) for file in files]
-    in_files = [*map(with_null, read)]
+    contents = [read_config(file) for file in files]
+    in_files = [*map(with_null, contents)]
     for source in (*in_files, typed):
-        if refusal := secrets_problem(source):  # the secret would be in the name of the run
+        if refusal := secrets_problem(source):  # a secret would become part of the run's name
             raise ConfigError(refusal)
-    from_files = [  # jsonargparse takes a file's content in place of its path
+    from_files = [  # jsonargparse accepts a file's content instead of its path
         f"--config={file if before == after else json.dumps(after, default=str)}"
-        for file, before, after in zip(files, read, in_files, strict=True)
+        for file, before, after in zip(files, contents, in_files, strict=True)
     ]
     words = [f"--{name}" + ("" if text is None else f"={text}") for name, text in options]
     words = [*from_files, *words, *unset_duration([*in_files, typed])]
@@ -342,13 +342,13 @@ def parse(
 
 
 def show_help(arguments: list[str], description: str, prog: str | None) -> None:
-    """Print all settings and, with a config file, those of its recipe; exit."""
+    """Print all settings, including the recipe's if a config file is given, and exit."""
     kind: Any = None
     with suppress(ConfigError):
         kind = type(parse([word for word in arguments if word not in ("-h", "--help")]).recipe)
     if not kind:
         description += "\nWith a config, the fields of its recipe are listed too.\n"
-    print(description)  # not by the parser, which would join its lines
+    print(description)  # the parser would join its lines
     _parser(kind, prog=prog, with_help=True).print_help()
     raise SystemExit(0)
 

@@ -1,10 +1,10 @@
-"""Shard a model by FSDP2, and start without a device that holds all of it.
+"""Shard a model with FSDP2, so that no device ever holds the whole model.
 
 At the start, only rank 0 holds the whole model, in host memory, and no device holds more than its
-shards and one weight. Rank 0 builds the model and sends the other ranks its modules and buffers,
-with parameters on the meta device, which take no memory. FSDP2 shards those, and rank 0 then
-scatters the weights, one at a time. In a resumed run each rank reads its own shards, and rank 0's
-weights are dropped.
+shards and one weight. Rank 0 builds the model and sends the modules and buffers to the other ranks,
+with the parameters on the meta device, where they need no memory. FSDP2 shards these parameters,
+and rank 0 then scatters the weights, one at a time. In a resumed run, rank 0 drops the weights, and
+each rank reads its own shards.
 """
 
 import atexit
@@ -52,10 +52,10 @@ def is_wanted() -> bool:
 
 
 def check_config(world_size: int) -> None:
-    """Refuse a config that asks for FSDP 1, or for a mesh of another size than the launch.
+    """Refuse a config that asks for FSDP 1, or for a mesh whose size is not the world size.
 
     Raises:
-        ConfigError: also if no launcher has set the variables.
+        ConfigError: also if the variables are set, although no launcher started this process.
     """
     variables = [name for name in VARIABLES if parse_flag_from_env(name)]
     is_launched = "ACCELERATE_MIXED_PRECISION" in os.environ or "WORLD_SIZE" in os.environ
@@ -66,8 +66,8 @@ def check_config(world_size: int) -> None:
         )
     if is_wanted() and os.environ.get("FSDP_VERSION", "1") != "2":
         raise ConfigError(
-            "the accelerate config (or the variable ACCELERATE_USE_FSDP) asks for FSDP 1, and this"
-            " loop shards by FSDP 2: set fsdp_version: 2 in its fsdp_config."
+            "the accelerate config (or the variable ACCELERATE_USE_FSDP) asks for FSDP 1, but this"
+            " loop supports only FSDP 2: set fsdp_version: 2 in its fsdp_config."
         )
     if uses_mesh():
         # accelerate ignores misspelled keys, which leaves a size at 1
@@ -79,7 +79,7 @@ def check_config(world_size: int) -> None:
                 f"parallelism_config has the sizes {replicas} (dp_replicate) and {shards}"
                 " (dp_shard), but parallelism_config_dp_replicate_size (nodes) x"
                 f" parallelism_config_dp_shard_size (GPUs per node) must be {world_size} processes,"
-                " and all other sizes 1: this loop knows only data parallelism."
+                " and all other sizes 1: this loop supports only data parallelism."
             )
 
 
@@ -97,7 +97,7 @@ def kind_of(accelerator: Accelerator) -> str:
 
 @contextmanager
 def hidden_from_constructor(*, on_cpu: bool) -> Iterator[None]:
-    """Hide the mesh sizes, which accelerate's constructor refuses on a CPU, for the block."""
+    """Inside the block, hide the mesh sizes, which accelerate's constructor refuses on a CPU."""
     value = os.environ.pop(USES_MESH, None) if on_cpu and is_wanted() else None
     try:
         yield
@@ -116,7 +116,7 @@ def set_up_on_cpu(accelerator: Accelerator) -> None:
 def shard_on_cpu(accelerator: Accelerator, *, is_hsdp: bool) -> None:
     """Set the values that accelerate's constructor sets for GPUs."""
     state: Any = accelerator.state
-    # each AcceleratorState() copies PartialState's over its own
+    # each AcceleratorState() overwrites its own type with PartialState's
     PartialState._shared_state["distributed_type"] = DistributedType.FSDP
     state.distributed_type = DistributedType.FSDP
     state.fsdp_plugin = FullyShardedDataParallelPlugin()
@@ -128,9 +128,9 @@ def shard_on_cpu(accelerator: Accelerator, *, is_hsdp: bool) -> None:
 def release_groups(accelerator: Accelerator) -> None:
     """Drop the references to process groups that would outlive destroy_process_group.
 
-    FSDP's modules (in reference cycles) and its mesh (in caches of torch 2.15) would hold theirs
-    while the interpreter ends. A gloo thread that then asks for the GIL aborts the process, with
-    "terminate called without an active exception".
+    FSDP's modules (in reference cycles) and its mesh (in caches of torch 2.15) would keep their
+    groups alive while the interpreter ends. A gloo thread that then asks for the GIL aborts the
+    process, with "terminate called without an active exception".
     """
     if mesh := getattr(accelerator.state, "device_mesh", None):
         vars(mesh).get("_pg_registry", {}).clear()
@@ -138,7 +138,7 @@ def release_groups(accelerator: Accelerator) -> None:
 
 
 def set_gradient_sharding(model: Any, *, is_last: bool) -> None:
-    """Let FSDP2 reduce-scatter the gradients of each micro-batch, HSDP all-reduce with the last.
+    """Let FSDP2 reduce-scatter gradients in each micro-batch, and HSDP all-reduce in the last.
 
     So no rank holds the whole gradient at any time.
     """
@@ -161,14 +161,14 @@ def wrap_for_sharding(
     optimizer: torch.optim.Optimizer,
     weights: dict[str, Tensor] | None,
 ) -> Any:
-    """Shard by torch's `fully_shard`, then allocate and fill the shards.
+    """Shard with torch's `fully_shard`, then allocate and fill the shards.
 
     Same arguments as parallel.prepare. accelerate's `prepare` does not fit: it looks into our
     wrapper to choose what is gathered together, and finds the optimizer's parameters by address,
-    which all on the meta device share. Here they are found by name.
+    but all on the meta device have the same address. This function finds parameters by name.
     """
     plugin: Any = accelerator.state.fsdp_plugin
-    if optimizer.state:  # as with Adagrad: the last save would fail
+    if optimizer.state:  # such as Adagrad's: the last save would fail
         raise ConfigError(
             f"{type(optimizer).__name__} creates its state in its constructor, before FSDP shards"
             " the parameters; choose another optim.class_path."
@@ -181,11 +181,11 @@ def wrap_for_sharding(
     autocast = (accelerator.device.type, dtype) if dtype else None
     if dtype:
         for p in model.parameters():
-            if p.requires_grad and p.dtype != torch.float32:  # for the optimizer
+            if p.requires_grad and p.dtype != torch.float32:  # the optimizer needs float32
                 p.data = p.data.float()
-    # without an output_dtype: bf16 would keep only 3 digits of what a loss returns
+    # no output_dtype, since bf16 would keep only 3 digits of what the loss returns
     block_policy = MixedPrecisionPolicy(dtype, torch.float32 if dtype else None)
-    # the root's input is a batch: targets and weights of items keep their dtype
+    # the root's input is a batch, whose targets and item weights must keep their dtype
     root_policy = MixedPrecisionPolicy(dtype, block_policy.reduce_dtype, cast_forward_inputs=False)
     sizes: Any = accelerator.parallelism_config
     mesh: Any = accelerator.torch_device_mesh
@@ -198,7 +198,7 @@ def wrap_for_sharding(
     block_list = blocks(config.recipe, model)
     compile_blocks_in_place(accelerator, wrapper, config)
     reshard = plugin.reshard_after_forward
-    # torch's BatchNorm needs weights and statistics of one dtype, and the statistics are float32
+    # torch's BatchNorm needs weights of the same dtype as its statistics, which are float32
     norm_policy = MixedPrecisionPolicy(cast_forward_inputs=False)
     for norm in [m for m in model.modules() if dtype and isinstance(m, _BatchNorm) and m.affine]:
         fully_shard(norm, reshard_after_forward=reshard, mp_policy=norm_policy, **options)
@@ -235,15 +235,15 @@ def build_for_sharding(
 ) -> tuple[nn.Module, dict[str, Tensor]]:
     """Build a model whose parameters are on the meta device. Called by every rank.
 
-    Only rank 0 calls the recipe's build_model, which may read weights or compute with values, and
-    the others get its modules by pickle. If a module cannot be pickled, every rank calls it.
+    Only rank 0 calls the recipe's build_model, which may read weights or compute with values. It
+    sends the modules to the others by pickle; if that fails, every rank calls build_model.
 
     Args:
         accelerator: this process's Accelerator.
         build_whole: builds the model on the CPU.
 
     Returns:
-        The model, and its weights by name on the CPU: all of them on rank 0, none on others.
+        The model, and its weights by name on the CPU: all on rank 0, none on the other ranks.
     """
     built: list[tuple[nn.Module, dict[str, Tensor]]] = []
 
@@ -254,8 +254,8 @@ def build_for_sharding(
             return pickle.dumps(model), {}
         except Exception as error:  # such as for a lambda or a local class
             logger.warning(
-                "the model cannot be sent to the other ranks (%s), so each builds all of it in host"
-                " memory; define its classes and functions at the top of a module.",
+                "the model cannot be sent to the other ranks (%s), so each builds the whole model"
+                " in host memory; define its classes and functions at the top level of a module.",
                 error,
             )
             return b"", dict(model.named_buffers())
@@ -271,7 +271,7 @@ def build_for_sharding(
 
 
 def take_weights(model: nn.Module) -> dict[str, Tensor]:
-    """Move the parameters to the meta device; return their values by name. Buffers stay."""
+    """Move the parameters, but not the buffers, to the meta device; return their values by name."""
     named = dict(model.named_parameters())
     attributes = {name: dict(vars(p)) for name, p in named.items()}
     names = {id(p): name for name, p in named.items()}
@@ -290,9 +290,10 @@ def take_weights(model: nn.Module) -> dict[str, Tensor]:
 
 
 def _apply(model: nn.Module, function: Callable[[Tensor], Tensor]) -> None:
-    """Replace parameters in place, as the same objects: tied weights stay tied.
+    """Replace the data of parameters, which stay the same objects, so tied weights stay tied.
 
-    It calls the modules' `_apply`: torch's recurrent layers hold weak references to their weights.
+    This calls the modules' own `_apply`, since torch's recurrent layers override it: they hold weak
+    references to their weights.
     """
     before = torch.__future__.get_swap_module_params_on_conversion()
     torch.__future__.set_swap_module_params_on_conversion(True)
@@ -303,7 +304,7 @@ def _apply(model: nn.Module, function: Callable[[Tensor], Tensor]) -> None:
 
 
 def allocate(model: nn.Module, device: torch.device) -> None:
-    """Allocate the parameters of this rank, which are on the meta device, without values.
+    """Allocate this rank's parameters, which are on the meta device; their values stay unset.
 
     nn.Module.to_empty would empty the buffers too, and untie weights.
     """
@@ -316,8 +317,7 @@ def fill(model: nn.Module, weights: dict[str, Tensor], device: torch.device) -> 
 
     Args:
         model: the sharded model.
-        weights: as returned by `build_for_sharding`; emptied, so that rank 0's host memory is freed
-            on the way.
+        weights: from `build_for_sharding`; emptied on the way, which frees rank 0's host memory.
         device: the device on which ranks communicate.
     """
     for name, parameter in model.named_parameters():

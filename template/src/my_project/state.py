@@ -1,4 +1,4 @@
-"""The state of training: what a checkpoint holds besides tensors, and what follows from it.
+"""The state of training that a checkpoint holds besides tensors, and what follows from it.
 
 The loop passes in the numbers of each finished step and the results of each evaluation; the state
 decides when an evaluation is due, which weights are the best, and when the run has ended.
@@ -25,8 +25,8 @@ EVALUATION = (
     "best_step",
     "evaluations_since_best",
     "lr_reductions",
-)  # fields of the state
-ROUNDING = 1e-6  # relative: sums differ by less on another CPU or world size
+)  # the fields of TrainState that an evaluation sets
+ROUNDING = 1e-6  # relative; another CPU or world size changes sums by less
 
 
 class NotFiniteError(RuntimeError):
@@ -34,7 +34,7 @@ class NotFiniteError(RuntimeError):
 
     Args:
         message: what happened.
-        facts: fields of its error file (docs/run-folder.md).
+        facts: more fields of the error file (docs/run-folder.md).
     """
 
     def __init__(self, message: str, **facts: Any) -> None:
@@ -43,7 +43,7 @@ class NotFiniteError(RuntimeError):
 
 
 class StepReport(NamedTuple):
-    """The numbers of a finished step; sums over its micro-batches and all ranks."""
+    """The numbers of a finished step; sums are over micro-batches and, unless noted, all ranks."""
 
     step: int
     grad_norm: float  # before clipping
@@ -53,7 +53,7 @@ class StepReport(NamedTuple):
     stop_votes: float  # number of ranks that have been asked to stop
     save_votes: float  # 1 if a time-based save is due on rank 0
     scalars: dict[str, float]  # sums of the recipe's scalars, by name
-    own_seconds: float = 0.0  # of this rank, until it needs the other ranks
+    own_seconds: float = 0.0  # from the step's start until this rank needs the others
 
     @property
     def is_skipped(self) -> bool:
@@ -66,10 +66,10 @@ NUMBER = (int, float, NoneType)
 
 @dataclass(kw_only=True)
 class TrainState:
-    """What a checkpoint holds of the loop besides tensors, in `state` of its manifest."""
+    """The loop's state besides tensors, which is `state` in the manifest of a checkpoint."""
 
     step: int = 0  # optimizer steps done; data, schedule and random numbers follow from it
-    stream_states: list[Any] = field(default_factory=list)  # of lanes with a state_dict
+    stream_states: list[Any] = field(default_factory=list)  # of lanes that have a state_dict
     results: dict[str, float] = field(default_factory=dict)  # of the last evaluation
     evaluated_step: int = -1
     best: float | None = None  # best value of evaluation.best_metric
@@ -90,7 +90,7 @@ class TrainState:
         return dataclasses.asdict(self)
 
     def restore(self, saved: dict[str, Any], config: Config) -> None:
-        """Restore the fields of a checkpoint, except a best value of another metric."""
+        """Restore the fields from a checkpoint, except a best value for another metric or mode."""
         for f in dataclasses.fields(self):
             value, before = saved.get(f.name), getattr(self, f.name)
             is_number = isinstance(before, NUMBER)
@@ -123,7 +123,7 @@ class TrainState:
             logger.warning(text, report.step + 1, report.loss_sum)
 
     def check_skipped(self, report: StepReport, limit: int) -> None:
-        """Check that fewer than `limit` steps in a row, up to the last, were skipped.
+        """Check that fewer than `limit` consecutive steps, ending with the last, were skipped.
 
         Raises:
             NotFiniteError: `limit` or more were skipped; raised on all ranks.
@@ -144,7 +144,7 @@ class TrainState:
         )
 
     def begin_interval(self) -> None:
-        """Reset the counts of the interval, after a record."""
+        """Reset the sums and counts of the interval after a record."""
         self.interval_loss_sum = 0.0
         self.interval_num_items = 0.0
         self.interval_scalars = {}
@@ -203,7 +203,7 @@ class TrainState:
 
 
 def best_criterion(config: Config) -> str:
-    """Return mode and name of the metric by which the config chooses the best weights."""
+    """Return the mode and name of the metric that decides which weights are best."""
     return f"{config.evaluation.best_mode} {config.evaluation.best_metric}"
 
 

@@ -1,17 +1,17 @@
 """Exact running statistics of BatchNorm: those of one process that sees all micro-batches in order.
 
 At each call of a layer, torch moves the running statistics r to (1 - m) r + m s: m is the layer's
-momentum, s are the statistics of the micro-batch. On several ranks, each would have its own r, and
-move it once for each of its own micro-batches. But the update is linear: after the micro-batches
+momentum, s are the statistics of the micro-batch. On several ranks, each rank would have its own r,
+and update it only with its own micro-batches. But the update is linear: after the micro-batches
 0 to n - 1 of a step, r is (1 - m)^n r + sum_k (1 - m)^(n - 1 - k) m s_k. So each micro-batch begins
-with the r that the step began with. What torch leaves there, minus (1 - m) r, is m s_k. Each rank
-sums these parts with their weights, and the sums are part of the step's all-reduce. One process
-leaves the statistics to torch. A step that is skipped leaves them as they were.
+with the r that the step began with. The r that torch then writes, minus (1 - m) r, is m s_k. Each
+rank sums these parts with these weights, and the sums are part of the step's all-reduce. With one
+process, torch alone updates the statistics. A skipped step leaves them as they were.
 
-This is exact where all micro-batches of a step call a layer equally often. Where some call it more
-often than others, or not at all, a part's weight assumes that later micro-batches call the layer as
-often as its own, and the weights are normalized; the average is then the same for any two or more
-processes. A layer without a counted call keeps what the recipe or torch has left in it.
+This is exact if all micro-batches of a step call a layer equally often. If some call it more often
+than others, or not at all, a part's weight assumes that later micro-batches call the layer as often
+as the part's own micro-batch, and the weights are normalized. The average is then the same for two
+or more processes. A layer without a counted call keeps what the recipe or torch has written in it.
 Not handled here: SyncBatchNorm, InstanceNorm, and layers with momentum None, which average over all
 calls.
 """
@@ -31,7 +31,7 @@ from .step_sums import DelayedReader, StepSums, dtype_of_sums
 def exact_statistics(
     accelerator: Accelerator, model: nn.Module, layout: BatchLayout, reader: DelayedReader
 ) -> "RunningStatistics | None":
-    """Return what keeps the running statistics of a prepared model exact; None if it has none."""
+    """Return the RunningStatistics of a prepared model, or None if no layer has any."""
     layers = [
         layer
         for layer in model.modules()
@@ -43,7 +43,7 @@ def exact_statistics(
 
 
 class RunningStatistics:
-    """The running statistics of a model's layers in one step. L: layers, C: their statistics."""
+    """The running statistics of L BatchNorm layers in one step: C values and L counters."""
 
     def __init__(
         self,
@@ -53,7 +53,7 @@ class RunningStatistics:
         layout: BatchLayout,
         reader: DelayedReader,
     ) -> None:
-        """Prepare, and stop DDP from broadcasting the statistics of rank 0."""
+        """Prepare the sums, and stop DDP from broadcasting the statistics of rank 0."""
         self.reader = reader
         device = accelerator.device
         self.dtype = dtype_of_sums(device)
@@ -61,21 +61,21 @@ class RunningStatistics:
         self.layers = layers
         self.layout = layout
         self.rank = accelerator.process_index
-        self.micro_batch = self.rank  # the next one of this rank, numbered over all ranks
+        self.micro_batch = self.rank  # this rank's next, numbered over all ranks
         self.buffers = [b for layer in layers for b in (layer.running_mean, layer.running_var)]
         self.counters = [layer.num_batches_tracked for layer in layers]
         self.sizes = [len(buffer) for buffer in self.buffers]
         lengths = torch.tensor(self.sizes).view(-1, 2).sum(1)
         self.layer_indices = torch.arange(len(layers)).repeat_interleave(lengths).to(device)  # (C,)
         self.part_sizes = [len(self.layer_indices), len(layers), len(layers)]
-        # with several ranks, sums of the micro-batches so far: weighted statistics (C,), weights
-        # (L,) and calls (L,); they follow the step's sums, and share their all-reduce
+        # with several ranks, the sums of weighted statistics (C,), weights (L,) and calls (L,) over
+        # the micro-batches so far; they follow the step's sums and share their all-reduce
         self.has_parts = layout.world_size > 1
         if self.has_parts:
             reader.make_room(sum(self.part_sizes))
         self.momenta: list[float] = []
         if isinstance(model, DistributedDataParallel):
-            # still broadcast: frozen layers, which may be copies that the recipe writes
+            # DDP still broadcasts frozen layers: they may be copies that the recipe writes
             moving = {id(b) for layer in layers if layer.training for b in layer.buffers()}
             named = model.module.named_buffers()
             model.parameters_to_ignore |= {name for name, b in named if id(b) in moving}
@@ -98,7 +98,7 @@ class RunningStatistics:
         return returned
 
     def finish(self, sums: StepSums, norm: Tensor | float) -> None:
-        """Move the statistics by all micro-batches of a step, or leave them where it is skipped."""
+        """Update the statistics with a step's micro-batches; restore them if it is skipped."""
         before, calls_before = self.before
         after, calls = self.start
         if self.has_parts:
@@ -114,10 +114,10 @@ class RunningStatistics:
         self.micro_batch = self.rank
 
     def _add(self, parts: Tensor, statistics: Tensor, calls: Tensor) -> None:
-        """Add a micro-batch's part to those of this rank."""
+        """Add a micro-batch's part to the sums of this rank."""
         before, calls_before = self.start
         calls = calls - calls_before
-        # without a call, the recipe has written the statistics
+        # if a layer was not called, only the recipe can have written its statistics
         before = torch.where((calls == 0)[self.layer_indices], statistics, before)
         self.start = before, calls_before
         decay = self._decay(calls)
@@ -135,7 +135,7 @@ class RunningStatistics:
         torch._foreach_copy_(self.counters, calls.unbind())  # type: ignore[attr-defined]
 
     def _decay(self, calls: Tensor) -> Tensor:
-        """Return how much of the statistics is left after so many calls of each layer."""
+        """Return the share of its old statistics that each layer keeps after its calls (L,)."""
         momenta = [layer.momentum for layer in self.layers]
         if momenta != self.momenta:  # a recipe may change them; a copy to a GPU makes the host wait
             self.momenta = momenta

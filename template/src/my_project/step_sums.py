@@ -26,24 +26,24 @@ class StepSums:
     """The sums of one step over its micro-batches and, by one all-reduce, over all ranks.
 
     They are one tensor: first the fields of StepReport in order, then the recipe's scalars, whose
-    names are known after its first loss, then numbers that no host reads (DelayedReader.make_room).
+    names are known after its first loss, then numbers that are not read (DelayedReader.make_room).
     """
 
     def __init__(self, accelerator: Accelerator) -> None:
-        """Allocate the memory; no scalars yet."""
+        """Allocate the memory, without room for scalars."""
         device = accelerator.device
         self.world_size = accelerator.num_processes
         self.work: Any = None
-        self.began = self.ready = 0.0  # timestamps: the step begins; this rank needs the others
+        self.began = self.ready = 0.0  # timestamps: step begins, rank needs the others
         self.allocate(torch.zeros(6, dtype=dtype_of_sums(device), device=device))
 
     def allocate(self, memory: Tensor, names: tuple[str, ...] = ()) -> None:
-        """Keep the sums in a tensor of zeros that has room for the scalars of these names."""
+        """Keep the sums in a tensor of zeros, which has room for the scalars with these names."""
         self.tensor = memory
         self.over_all_ranks = memory[LOSS:]
         self.numbers = memory[: 6 + len(names)]
         self.rest = memory[6 + len(names) :]
-        # on a CPU, the memory as Python numbers: one kernel would take longer than all sums
+        # on a CPU, add Python numbers in place: one kernel would take longer than all additions
         self.sums: Any = self.numbers.numpy().data if memory.is_cpu else [*self.numbers.unbind()]
         self.indices = {name: index for index, name in enumerate(names, SAVE_VOTES + 1)}
 
@@ -78,7 +78,7 @@ class StepSums:
     def start_all_reduce(self, wants_stop: bool, wants_save: bool) -> None:
         """Start the all-reduce of sums and votes; on a GPU it overlaps with the backward pass."""
         self.ready = timestamp(self.tensor)
-        if wants_stop or wants_save:  # rarely, so almost no step launches these kernels
+        if wants_stop or wants_save:  # this is rare: almost no step launches these kernels
             self.add_to(STOP_VOTES, wants_stop)
             self.add_to(SAVE_VOTES, wants_save)
         self.add_to(OWN_LOSS, self.sums[LOSS])
@@ -92,12 +92,12 @@ class StepSums:
 
     @property
     def num_items(self) -> Tensor | float:
-        """The items to divide by; on a CPU a number, which is there already (NaN for 0)."""
+        """Return the number of items to divide by: a tensor, or on a CPU a number (NaN for 0)."""
         return (self.sums[ITEMS] or math.nan) if self.tensor.is_cpu else self.sums[ITEMS]
 
 
 def timestamp(tensor: Tensor) -> Any:
-    """Return a CUDA event for a tensor on a GPU, otherwise the clock of the host in seconds."""
+    """Return a CUDA event if the tensor is on a GPU, otherwise the host's time in seconds."""
     if not tensor.is_cuda:
         return time.perf_counter()
     event = torch.cuda.Event(enable_timing=True)
@@ -132,10 +132,10 @@ class HostCopy:
 
 
 class DelayedReader:
-    """Read the sums of a step one step later, when the device has them anyway."""
+    """Read the sums of a step one step later, when the device has finished them anyway."""
 
     def __init__(self, accelerator: Accelerator) -> None:
-        # of this step, and of the one before, which has not been read
+        # the sums of this step, and those of the step before, which have not been read
         self.both = [StepSums(accelerator), StepSums(accelerator)]
         self.accelerator = accelerator
         self.pending: tuple[int, HostCopy, Any, Any] | None = None
@@ -149,21 +149,21 @@ class DelayedReader:
         agree(self.accelerator, {"what loss returns": names})
         for sums in self.both if names else ():
             memory = sums.tensor.new_zeros(len(sums.tensor) + len(names))
-            memory[6 + len(names) :] = sums.rest  # from the forward that has just named the scalars
+            memory[6 + len(names) :] = sums.rest  # added by the forward that named the scalars
             sums.allocate(memory, names)
 
     def make_room(self, size: int) -> None:
-        """Make room for numbers that are summed over ranks but not read, as by statistics.py."""
+        """Make room for `size` numbers that are summed over ranks but not read (statistics.py)."""
         for sums in self.both:
             sums.allocate(sums.tensor.new_zeros(len(sums.tensor) + size))
 
     @property
     def current(self) -> StepSums:
-        """The sums of this step."""
+        """Return the sums of this step."""
         return self.both[0]
 
     def begin(self) -> StepSums:
-        """Return the sums of a new step, which are zero."""
+        """Begin a step: return its sums, which are zero."""
         self.both.reverse()
         self.both[0].tensor.zero_()
         self.both[0].began = timestamp(self.both[0].tensor)

@@ -7,7 +7,7 @@ accelerate launch --config_file accelerate_configs/cpu_2_processes.yaml \
 from .config import Config
 from .settings import parse_command_line
 
-# Before torch is imported, so that --help and a wrong config answer immediately.
+# Parsed before torch is imported, so that --help and config errors appear immediately.
 CONFIG = parse_command_line(__doc__ or "") if __name__ == "__main__" else None
 
 from collections.abc import Callable, Iterator
@@ -61,33 +61,33 @@ class Votes:
     """What the ranks have agreed to do, by their votes in the all-reduce of each step."""
 
     stop: bool = False
-    save: bool = False  # time-based, see Checkpoints.is_due_by_time
+    save: bool = False  # a time-based save: see Checkpoints.is_due_by_time
 
 
 @dataclass(frozen=True, kw_only=True)
 class Training:
-    """What a run trains, and what its loop reads, calls and writes."""
+    """The model that a run trains, and everything that its loop reads, calls and writes."""
 
     run: Run
     config: Config
     accelerator: Accelerator
     layout: BatchLayout  # how a global batch is divided
-    passes: list[tuple[int, bool]]  # of this rank in a step: (micro-batch, is it a repeat)
+    passes: list[tuple[int, bool]]  # of this rank per step: (micro-batch, is it a repeat)
     data_info: dict[str, Any]  # from the recipe's prepare_data
-    validation_sets: dict[str, Any]  # by name
+    validation_sets: dict[str, Any]  # datasets by name
     batches: Any  # the micro-batches of this rank
-    model: nn.Module  # the recipe's
-    wrapped_model: Any  # in DDP or FSDP2, autocast and torch.compile
-    eval_model: Any  # without DDP: the ranks' batches differ in number and size
+    model: nn.Module  # from the recipe's build_model
+    wrapped_model: Any  # the model in DDP or FSDP2, autocast and torch.compile
+    eval_model: Any  # wrapped_model without DDP: the ranks evaluate different numbers of batches
     forward: Callable[..., Any]  # called in training: wrapped_model, or a method around it
-    parameters: list[nn.Parameter]  # those with requires_grad
+    parameters: list[nn.Parameter]  # the trained ones, with requires_grad
     optimizer: torch.optim.Optimizer
     scaler: Any  # the GradScaler of fp16, or None
     ema: EMA | None
-    statistics: RunningStatistics | None  # of BatchNorm
+    statistics: RunningStatistics | None  # keeps BatchNorm's exact
     state: TrainState
-    first_step: int  # of this start
-    sums: DelayedReader  # the step's all-reduce
+    first_step: int  # the first that this start takes
+    sums: DelayedReader  # all-reduces the sums of each step
     checkpoints: Checkpoints
     recorder: Recorder
     checks: Checks
@@ -100,19 +100,19 @@ def main(config: Config) -> int:
     """Train to the end, or until asked to stop.
 
     Returns:
-        The exit code: 0 if finished; 75 if stopped by a signal or stop_after, to be resumed by the
-        same command.
+        The exit code: 0 if finished; 75 if stopped by a signal or stop_after, so that the same
+        command resumes the run.
 
     Raises:
         ConfigError: an error that the user can fix.
     """
-    # refuse all that can be refused before there is a process group
+    # check everything that can be checked before there is a process group
     world_size, rank = world()
     layout = batch_layout(config.batches, world_size)
     check_launch(config)
     check_outputs(config)
     contract.check_recipe(config)
-    fetch_from_mirror(config)  # the checkpoints of a machine that is gone
+    fetch_from_mirror(config)  # continue the run of a machine that is gone
     run = Run(config, rank)
     data_info = prepare_data(config)
     with Watchdog(run):
@@ -149,13 +149,13 @@ def build(
     """Build model, optimizer and state, new or resumed. Called by every rank.
 
     Args:
-        run: the run folder.
+        run: the run and its folder.
         layout: how a global batch is divided.
         accelerator: this process's Accelerator.
         stop: the request to stop this run.
         data_info: from the recipe's prepare_data.
         train_set: a dataset or a stream.
-        validation_sets: by name.
+        validation_sets: datasets by name.
     """
     config = run.config
     run.numerics = numerics(accelerator, run)
@@ -226,13 +226,13 @@ def build(
 
 
 def train(t: Training) -> str:
-    """Train until the run ends, or is asked to stop: step k is global batch k.
+    """Train until the run ends or is asked to stop. Step k trains on global batch k.
 
     Returns:
         Why the run ended; "" if it was asked to stop.
     """
     run, state, votes = t.run, t.state, t.votes
-    if state.evaluation_is_due(run):  # the last start ended between the save and the results
+    if state.evaluation_is_due(run):  # the last start saved here, but recorded no results
         evaluate_and_record(t)
     elif state.step == 0:
         check_before_first_step(t)
@@ -247,12 +247,12 @@ def train(t: Training) -> str:
         save_due = is_due(t.config.checkpoints.every_steps, state.step)
         save_due |= state.step == run.total_steps
         if save_due or evaluation_due or votes.stop or votes.save:
-            observe(t, t.sums.flush())  # the checkpoint counts this step too
+            observe(t, t.sums.flush())  # so that the checkpoint counts this step
             # no time-based save while steps are skipped: the weights may be useless
             save_due |= votes.stop or (votes.save and not state.consecutive_skipped_steps)
             if save_due:
                 save(t)
-            if evaluation_due and not votes.stop:  # otherwise the next start evaluates
+            if evaluation_due and not votes.stop:  # after a stop, the next start evaluates
                 evaluate_and_record(t)
             end_reason = state.end_reason(run)
             if end_reason and not save_due:  # early stopping, at a step without a save
@@ -272,13 +272,13 @@ def train_step(t: Training, micro_batches: Iterator[Any]) -> None:
         seed_forward(config.seed, step, micro_batch, t.accelerator.device)
         is_last = j == len(t.passes) - 1
         with parallel.gradient_sync(t.wrapped_model, is_last=is_last):
-            # recipe.loss(t.model, batch, step), called in the forward that DDP, FSDP2, autocast
+            # calls recipe.loss(t.model, batch, step) inside the forward that DDP, FSDP2, autocast
             # and torch.compile wrap
             returned = t.forward(recipe.loss, batch, step)
             if step == t.first_step and j == 0:
                 t.sums.set_names(contract.check_loss(recipe, returned))
             t.checks.after_forward(step)
-            if is_repeated:  # since every rank needs the same number of passes
+            if is_repeated:  # so that every rank makes the same number of passes
                 returned = contract.with_zero_weight(returned)
             loss_sum, num_items, *scalars = returned
             sums.add(loss_sum, num_items, *scalars)
@@ -290,8 +290,8 @@ def train_step(t: Training, micro_batches: Iterator[Any]) -> None:
     if t.scaler:
         t.scaler.unscale_(t.optimizer)
     parallel.refuse_unused(t.wrapped_model)
-    # undo the average of DDP or FSDP2, and divide by the items of all micro-batches of all ranks,
-    # which gives the gradient of the mean loss per item
+    # undo the averaging by DDP or FSDP2, and divide by the items of the whole global batch: this
+    # gives the gradient of the mean loss per item
     normalizer = t.layout.world_size / sums.num_items
     norm = optim.normalize_and_clip_(  # a local list would keep the gradients alive
         optim.gradients(t.parameters), normalizer, config.optim.clip_norm
@@ -306,7 +306,7 @@ def train_step(t: Training, micro_batches: Iterator[Any]) -> None:
         t.ema.update()  # even after a skipped step
     state.step = t.run.step = step + 1  # skipped steps count too
     t.recorder.step_ended(step)
-    observe(t, t.sums.push(step, sums, norm))  # of step - 1, which the device has finished
+    observe(t, t.sums.push(step, sums, norm))  # reports step - 1, which the device has finished
     t.run.note_progress(is_step=True)
     t.checks.after_step(step)
     if step < t.first_step + 2:
@@ -314,7 +314,7 @@ def train_step(t: Training, micro_batches: Iterator[Any]) -> None:
 
 
 def observe(t: Training, report: StepReport | None) -> None:
-    """Count a finished step; the report is None when no step has finished since the last one."""
+    """Count a finished step; without a report, no step has finished since the last call."""
     if report:
         t.votes.stop |= report.stop_votes > 0
         t.votes.save |= report.save_votes > 0
@@ -348,7 +348,7 @@ def check_before_first_step(t: Training) -> None:
 
 @contextmanager
 def evaluated_weights(t: Training) -> Iterator[None]:
-    """Replace the trained weights with the weights to evaluate and export, for the block."""
+    """Inside the block, replace the trained weights with the weights to evaluate and export."""
     with ExitStack() as stack:
         stack.enter_context(optim.evaluated_view(t.optimizer))
         if t.ema:
@@ -389,7 +389,7 @@ def finish(t: Training, end_reason: str) -> int:
     state.check_trained()
     with evaluated_weights(t):
         exporting.export(run, t.data_info, t.model, checkpoints)
-    t.accelerator.wait_for_everyone()  # so that if an export hangs, no rank that exited is blamed
+    t.accelerator.wait_for_everyone()  # else a hanging export is blamed on a rank that has exited
     checkpoints.check("checkpoint", "best", "export")
     if run.rank == 0:
         result = state.results | t.recorder.of_run()
