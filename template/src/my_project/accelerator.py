@@ -148,7 +148,7 @@ def loopback_store(url: str, timeout: timedelta, **_: Any) -> Iterator[tuple[Sto
 def start_accelerator(config: Config) -> Iterator[Accelerator]:
     """Create the Accelerator; destroy its process group afterwards, unless NCCL could hang."""
     init_method = keep_on_this_machine()
-    AcceleratorState._reset_state(True)  # a state left by another run in this process, or a recipe
+    AcceleratorState._reset_state(True)  # an earlier run or a recipe may have left one
     limits = config.distributed
     longest = max(limits.startup_timeout_seconds, limits.timeout_seconds)
     timeout = timedelta(seconds=60 + longest)  # longer than the watchdog's
@@ -180,10 +180,9 @@ def start_accelerator(config: Config) -> Iterator[Accelerator]:
 def release_groups(accelerator: Accelerator) -> None:
     """Drop the references to process groups that would outlive destroy_process_group.
 
-    DDP's reducer references its group in C++. If that is the last reference, dropping it waits for
-    gloo's threads without releasing the GIL, which such a thread may need to free a tensor: with
-    torch 2.10, up to half of the runs of some tests hung. A Python reference is dropped
-    without the GIL.
+    DDP's reducer references its group in C++. If that is the last reference, dropping it keeps the
+    GIL and waits for gloo's threads, of which one may need the GIL to free a tensor: up to half of
+    the runs of some tests hung with torch 2.10. Dropping a Python reference releases the GIL.
     """
     for model in accelerator._models:
         for name in ("logger", "reducer"):

@@ -59,8 +59,7 @@ def errors_reported(outcome: Outcome, failures: Any = Exception) -> Iterator[Non
     """Report an exception of the block, and turn it into an exit code.
 
     A ConfigError, which the user can fix, gives a message and its own code. Any other exception
-    gives an error file (failures.py), the traceback, and exit code 2 if a retry would fail in the
-    same way, else 1.
+    gives an error file (failures.py), the traceback, and code 2 if a retry would fail too, else 1.
     """
     try:
         yield
@@ -174,7 +173,7 @@ WARNED = Warned()
 
 
 def show_warning(kind: str, text: str, place: str) -> None:
-    """Write a warning to the terminal alone, above the bar, which the next step redraws."""
+    """Write a warning to the terminal alone, in place of the bar, which the next step redraws."""
     text = printable(textwrap.shorten(mask(text), MAX_WARNING_LENGTH, placeholder="..."))
     place = short_path(re.sub(".*/(site|dist)-packages/", "", place))
     erased = "\r\x1b[K" * can_redraw()

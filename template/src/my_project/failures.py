@@ -186,7 +186,7 @@ def own_frame(frames: Sequence[Frame]) -> Frame | None:
 
 
 def exception_reason(error: BaseException) -> str:
-    """Return an exception and its notes in one line; for a loader worker's, the original one."""
+    """Return an exception and its notes in one line: the original one if a loader worker failed."""
     message = str(error)
     if WORKER_TRACEBACK in message:
         message = message.strip().splitlines()[-1].removeprefix(f"{type(error).__name__}: ")

@@ -3,8 +3,7 @@
 A launcher that is killed sends no signal. So each of its processes watches the pipe that Python's
 multiprocessing keeps open to the launcher, polls whether the launcher is still its parent (torchrun
 has no pipe), and exits if it is not: no orphan keeps training. A process that was started without a
-launcher outlives its shell. This module does not import torch, since a launcher may be killed while
-its processes still import.
+launcher outlives its shell. Imports no torch: a launcher may be killed while its processes do so.
 """
 
 import ctypes
@@ -61,9 +60,9 @@ def end_children() -> None:
 def attempts() -> dict[str, int]:
     """Return the attempt number in each launch that this process belongs to, by launch name.
 
-    The number rises when the same command starts again: when our launcher or torchrun restarts it
-    in place, or Slurm requeues the job. A process without a launcher has no attempts, and neither
-    has the single process of accelerate launch.
+    The number rises when our launcher or torchrun restarts the command in place, and when Slurm
+    requeues the job. A process without a launcher has no attempts, and neither has the only process
+    of an accelerate launch.
     """
     environment = os.environ
     launch, _, count = environment.get(START, "").rpartition(".")
@@ -103,8 +102,8 @@ def garbage_collected_at_records() -> Iterator[None]:
     A rank that pauses delays all ranks. So objects that exist now are not examined again (a full
     collection would take a tenth of a second), and records/recorder.py collects after the same step
     on all ranks. In between, Python starts a collection only when the number of objects created,
-    minus those freed, exceeds GARBAGE_OBJECTS. This limits how many reference cycles the steps
-    leave if records are rare.
+    minus those freed, exceeds GARBAGE_OBJECTS: a limit on the steps' reference cycles if records
+    are rare.
     """
     limits = gc.get_threshold()
     gc.collect()
@@ -270,7 +269,7 @@ class Launcher:
         """Exit this process when the launcher has ended, or when a stop signal has no effect.
 
         Args:
-            pid: the launcher's; it may have ended already. The default is this process's parent.
+            pid: the launcher's, which may have ended already; by default, that of the parent.
         """
         if self.pid is None and any(name in os.environ for name in SET_BY_LAUNCHERS):
             self.pid = pid or os.getppid()

@@ -40,10 +40,9 @@ class LastResort:
     A kernel timer sends SIGVTALRM twice, unless the timer is set again before. The first signal
     only removes its own handler (System V semantics); the second finds no handler and ends the
     process. While a process is suspended (Ctrl-Z, a scheduler), the kernel keeps only one signal,
-    so a suspension of any length does not end the process. Stacks are written shortly before the
-    end, to a file in the log folder or else to stderr. They are also written after a suspension,
-    and removed from the file again. Without glibc, faulthandler ends the process, and the limit
-    includes suspended time.
+    so a suspension never ends the process. Stacks are written shortly before the end, to a file in
+    the log folder or else to stderr; after a suspension they are written too, and removed from the
+    file again. Without glibc, faulthandler ends the process, and suspended time counts too.
     """
 
     def __init__(self, rank: int) -> None:

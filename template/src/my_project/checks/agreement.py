@@ -85,7 +85,7 @@ class Agreement:
         train_set: Any,
         validation_sets: dict[str, Any],
     ) -> None:
-        """Begin to read samples, in parallel to building the model. Called by every rank."""
+        """Begin to read samples, in parallel with building the model. Called by every rank."""
         self.findings = findings
         self.run = findings.run
         self.path = self.run.folder / FILE
@@ -143,7 +143,7 @@ class Agreement:
             if types:
                 self.findings.passed("data", f"{name}: {', '.join(types)} cannot be compared")
         if self.run.rank == 0:
-            now = asdict(replace(own, data=saved.data | own.data))  # some may be unread
+            now = asdict(replace(own, data=saved.data | own.data))  # keep unread ones
             del now["model"]
             with files.writing(self.run.folder):
                 # without fsync, which takes longer than the checks; a damaged file is ignored
@@ -218,7 +218,7 @@ def is_installed_package(name: str) -> bool:
 
 
 def is_installed(name: str, file: str) -> bool:
-    """Return whether a module is Python's or an installed package's, in whatever folder."""
+    """Return whether a module is Python's or an installed package's, in any folder."""
     if file.startswith(PYTHON) or any(part in file for part in INSTALLED):
         return True
     levels = name.count(".") + file.endswith("/__init__.py")

@@ -83,7 +83,7 @@ class Reading:
             config: the run's config.
             datasets: map-style datasets or streams, by name.
             is_backward: whether to read the last sample first. A dataset's own generator has the
-                same state in each new process, so reading in the same order would give the same.
+                same state in each new process: in the same order it would give the same samples.
         """
         method = config.batches.loader.get("multiprocessing_context")
         context: Any = multiprocessing.get_context(method)

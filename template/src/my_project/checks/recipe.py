@@ -46,7 +46,7 @@ def check_sums(
     Args:
         findings: the findings of this run.
         model: the prepared model, without DDP (contract.RecipeModule).
-        train_set: the first samples of its epoch 0 are read, in a loader worker if there are any.
+        train_set: the training set; its first samples are read, by a loader worker if there is one.
         validation_sets: the validation sets, by name.
 
     Raises:
@@ -148,8 +148,8 @@ def sums_problem(returned: Callable[[int, int], np.ndarray], count: int) -> str:
     if abs(again - whole)[0] > SAME * size[0]:
         return (
             f"returned {whole[0]:.5g} and later {again[0]:.5g} for the same {count} samples and"
-            " seed: it counts its calls, or draws from a generator of its own. Use the argument"
-            " `step` instead of a count, and the global generators."
+            " seed: it counts its calls, or draws from a generator of its own. Use the"
+            " argument step instead of a count, and the global generators."
         )
     if not np.isfinite(sums[0]).all() or (loss_adds_up and items_add_up):
         return ""
@@ -181,10 +181,9 @@ def check_settings(findings: Findings) -> None:
 
 
 def misspelled(recipe: Recipe) -> dict[str, str]:
-    """Return a recipe's methods with almost the name of an optional method that it lacks.
+    """Map the recipe's methods to missing optional methods of almost the same name.
 
-    Each comes with the name of the optional method, and accepts its arguments too, unlike most
-    methods of the recipe's own, such as `exported`.
+    They also accept the arguments of the optional method, unlike most others, such as `exported`.
     """
     missing = [name for name in PARAMETERS if optional(recipe, name) is None]
     methods = {name for name, value in getmembers_static(type(recipe)) if isroutine(value)}

@@ -11,7 +11,7 @@ the following methods that it needs; start and write are called only on rank 0:
     wrap_batches(batches)       return the micro-batches of all steps; called once
     step_ended(step)            this many steps are done
     observe(report)             the numbers of a step, after the next step or before a pause
-    end_interval()              return fields of an interval's record; may begin to gather others
+    end_interval()              return fields of an interval's record; may begin to gather more
     gathered()                  return more fields, once all ranks are a step further or waiting
     pause(kind)                 training waits for "evaluation" or "saving"
     resume(kind, seconds)       training has waited this long for it

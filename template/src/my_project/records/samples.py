@@ -31,7 +31,7 @@ from ..run_folder import Run
 from ..words import rendered, short_path, shortened
 
 logger = logging.getLogger(__name__)
-KEPT = 3  # how many of the newest folders; older ones are removed, to save disk space
+KEPT = 3  # how many folders, the newest: a long run must not fill the disk
 MAX_CHARACTERS = 10_000  # of a text in the record; the file has the whole text
 IMAGES = {".png", ".jpg", ".jpeg", ".webp", ".gif", ".bmp"}
 
@@ -120,10 +120,7 @@ def read(config: Config, data: Any, device: torch.device) -> LoadedSubset:
 
 # ---- files ---------------------------------------------------------------------------------------
 def keep(run: Run, answer: str, answers: Path) -> dict[str, Any]:
-    """Write the answer and copy the files to a folder of this step; remove older folders.
-
-    Return the fields of the record of this evaluation.
-    """
+    """Write the answer and copy files into a folder for this step, and remove older folders."""
     files = sorted(path for path in answers.iterdir() if path.is_file())
     if not answer and not files:
         return {}

@@ -32,9 +32,9 @@ from ..run_folder import Run
 logger = logging.getLogger(__name__)
 WITH_NUMBERS = {"interval", "evaluation", "checkpoint"}  # kinds of records
 LEFT_OUT = {"step", "elapsed_seconds", "time", "steps", "skipped", "slowest_rank"}  # field names
-START_SECONDS = 30.0  # before the first step: loader workers should not fork during its imports
+START_SECONDS = 30.0  # before the first step: no loader worker should fork while a tracker imports
 FINISH_SECONDS = 30.0
-FAILED_SECONDS = 2.0  # to finish if the run has failed, whose report the other ranks wait for
+FAILED_SECONDS = 2.0  # to finish after a failure: other ranks wait until this rank reports it
 MAX_WAITING = 10_000  # records
 WITH_SAMPLES = {"tensorboard", "wandb"}  # trackers that take texts and pictures
 
@@ -50,7 +50,7 @@ class TrackerThread(threading.Thread):
         self.start()
 
     def put(self, action: str, function: Callable[[Any], Any]) -> None:
-        """Queue a function that the thread calls with the tracker, unless that has failed."""
+        """Queue a function to be called with the tracker; do nothing if the tracker has failed."""
         if self.is_alive():
             try:
                 self.queue.put_nowait((action, function))
@@ -113,7 +113,7 @@ class Trackers:
         """Open a tracker by accelerate's class, as init_trackers does; called in its thread."""
         config, kind = self.run.config, LOGGER_TYPE_TO_CLASS[name]
         where = (config.runs_folder,) if kind.requires_logging_directory else ()
-        if name == "tensorboard":  # its argument is the run's name, not the project's
+        if name == "tensorboard":  # its class takes the name of the run, not of the project
             tracker = kind(config.run_name, *where, purge_step=step + 1)
             tracker.start()
             # store_init_configuration would open another file, which is shown as another run

@@ -124,8 +124,8 @@ def secrets_in(settings: Any, name: str = "", secret: str = "") -> Iterator[str]
     """Yield the dotted names of the settings that contain a secret.
 
     Secrets are strings and bytes under a secret's name (and numbers, unless the name ends in
-    token), also inside lists, sets, groups and dictionaries. Any string that contains credentials
-    in a URL, or the value of a secret environment variable, is a secret too. Other text may contain
+    token), also inside lists, sets, groups and dictionaries. Strings that contain credentials in a
+    URL, or the value of a secret environment variable, are secrets too. Other text may contain the
     names of secrets, as a prompt does ("Password: ...").
 
     Args:
