@@ -135,7 +135,7 @@ MAX_WARNING_LENGTH = 300  # characters on the screen
 class Warned:
     """The warnings of Python and libraries in rank 0, counted once per line of code that warns.
 
-    Under the launcher, where stderr is a log file, each is also shown on the terminal, as one line.
+    Under the launcher, where stderr is a log file, the terminal shows each warning too, in a line.
     Warnings for developers, such as those about deprecations, are only counted.
     """
 
@@ -204,20 +204,20 @@ def _is_from_project(record: logging.LogRecord) -> bool:
 def set_up_logging() -> None:
     """Log all messages of rank 0; of other ranks only warnings and errors, with the rank.
 
-    Messages of libraries go to stderr. Under the launcher, stderr is the log file, and each warning
-    of rank 0 is also shown as a line on the terminal.
+    Messages of libraries go to stderr. Under the launcher, stderr is the log file, and the terminal
+    shows warnings of rank 0 too, in a line each.
     """
     rank = world()[1]
     prefix = f"[{process_name()}] %(levelname)s " if rank else ""
     # a copy of stderr: it stays the log file even while prepare_data sends stderr to the terminal
     stderr = open(os.dup(2), "w") if STDERR else sys.stderr  # noqa: SIM115
-    shown, kept = logging.StreamHandler(sys.stdout), logging.StreamHandler(stderr)
-    shown.addFilter(_is_from_project)
-    kept.addFilter(lambda record: not _is_from_project(record))
-    for handler in (shown, kept):
+    on_stdout, on_stderr = logging.StreamHandler(sys.stdout), logging.StreamHandler(stderr)
+    on_stdout.addFilter(_is_from_project)
+    on_stderr.addFilter(lambda record: not _is_from_project(record))
+    for handler in (on_stdout, on_stderr):
         handler.setFormatter(MaskedFormatter(f"{prefix}%(message)s"))
     level = logging.WARNING if rank else logging.INFO
-    logging.basicConfig(level=level, handlers=[shown, kept], force=True)
+    logging.basicConfig(level=level, handlers=[on_stdout, on_stderr], force=True)
     for library in ("accelerate", "torch", "httpx", "datasets"):
         logging.getLogger(library).setLevel(logging.WARNING)
     logging.captureWarnings(True)

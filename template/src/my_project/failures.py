@@ -39,7 +39,7 @@ SENTENCES = {
     "full shared memory": re.compile(
         r"file </torch_.*\(28\)|out of shared memory|creating shared memory segment"
     ),
-    # gloo, when the sizes of ranks differ
+    # gloo, when the sizes of tensors differ between ranks
     "mismatched collectives": re.compile("collective mismatch"),
     # safetensors, which passes on only the text of the error
     "full disk": re.compile(r"No space left on device|Disk quota exceeded|os error (28|122)\b"),
@@ -128,7 +128,7 @@ class Failure:
 def first_failure(failures: list[Failure]) -> Failure | None:
     """Return the failure that most likely caused the others; None if there are none.
 
-    If all ranks skipped too many steps, it is that of a rank whose own loss was not finite.
+    If all ranks skipped too many steps, prefer that of a rank whose own loss was not finite.
 
     Args:
         failures: the failures of one launch.

@@ -3,7 +3,8 @@
 A launcher that is killed sends no signal. So each of its processes watches the pipe that Python's
 multiprocessing keeps open to the launcher, polls whether the launcher is still its parent (torchrun
 has no pipe), and exits if it is not: no orphan keeps training. A process that was started without a
-launcher outlives its shell. Imports no torch: a launcher may be killed while its processes do so.
+launcher outlives its shell. This module does not import torch, since the launcher may be killed
+during that import.
 """
 
 import ctypes

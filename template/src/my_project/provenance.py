@@ -49,8 +49,8 @@ from .words import PACKAGE
 
 logger = logging.getLogger(__name__)
 RECORDED_PACKAGES = ("torch", "accelerate", "safetensors", "torchmetrics", "numpy", "scikit-learn")
-MOST_BYTES = 1_000_000  # of the code that a start keeps
-MOST_CHANGED_BYTES = 64_000_000  # of the changed files that git compares with the commit
+MOST_BYTES = 1_000_000  # maximum size of the code that a start keeps
+MOST_CHANGED_BYTES = 64_000_000  # maximum size of the changed files that git compares
 GIT_SECONDS = 10.0
 LITERAL = re.compile(  # in Python: name = "value", name: str = "value", "name": "value"
     r"""(?P<name>[\w.-]+)
@@ -84,7 +84,7 @@ class Kept:
     repository: str = ""  # the top folder of the repository
     remote: str = ""  # the URL of the remote
     folder: str = "."  # the start's current folder, relative to the repository
-    search_path: tuple[str, ...] = (".",)  # folders that imports begin in, relative to it too
+    search_path: tuple[str, ...] = (".",)  # folders where imports begin, relative to the repository
     submodules: dict[str, str] = field(default_factory=dict)  # commits by folder
     files: dict[str, str] = field(default_factory=dict)  # SHA-256 of code.patch and sources.zip
     masked: tuple[str, ...] = ()  # files in which a secret was masked
@@ -341,7 +341,7 @@ def _changes(top: Path, sources: Iterable[Path]) -> tuple[str, set[Path], str]:
     paths = [path for path in paths if Path(path).is_relative_to(top)]
     with tempfile.TemporaryDirectory() as folder:
         index, output = Path(folder, "index"), Path(folder, "patch")
-        with suppress(OSError):  # a commit without an index
+        with suppress(OSError):  # there is a commit, but no index
             # copied with its time, by which git recognizes files that changed just now
             shutil.copy2(top / (_git(top, "rev-parse", "--git-path", "index") or ""), index)
         git = partial(_git, top, GIT_INDEX_FILE=str(index))
@@ -425,7 +425,7 @@ def _archive(sources: dict[Path, str]) -> tuple[bytes, set[str]]:
 
 # ---- packages ------------------------------------------------------------------------------------
 def imported_distributions() -> dict[str, tuple[str, Distribution]]:
-    """Return the version and distribution of each imported distribution, by name; not our own.
+    """Return the version and distribution of each imported distribution but our own, by name.
 
     importlib.metadata.packages_distributions would take about three times as long.
     """
@@ -433,7 +433,7 @@ def imported_distributions() -> dict[str, tuple[str, Distribution]]:
     imported = {name.partition(".")[0] for name in sys.modules}
     modules = {dist: top_modules(dist) for dist in distributions()}
     used = [dist for dist, tops in modules.items() if tops & imported and own not in tops]
-    parsed = [(dist.metadata, dist) for dist in reversed(used)]  # each access parses it
+    parsed = [(dist.metadata, dist) for dist in reversed(used)]  # each access would parse again
     # if two have the same name, Python imports the first
     return dict(sorted({data["Name"]: (data["Version"], dist) for data, dist in parsed}.items()))
 

@@ -57,7 +57,7 @@ class LastResort:
             self.stacks = stacks_file(os.environ[LOGS], rank).open("ab")
 
     def set(self, seconds: float) -> None:
-        """End this process after so many seconds, not counting time in which it is suspended."""
+        """End this process after this many seconds, not counting time in which it is suspended."""
         if time.monotonic() > self.dumps_at and self.stacks != 2:
             self.stacks.truncate(0)
         self.dumps_at = time.monotonic() + 0.9 * seconds

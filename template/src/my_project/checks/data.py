@@ -26,10 +26,10 @@ from ..loading.layout import is_stream
 from ..loading.loader import ignore_signals_except_parents, tell_epoch
 from ..loading.seeding import derive_seed, seed_rng
 
-SAMPLES = 4  # of each dataset, evenly spaced
+SAMPLES = 4  # read from each dataset, evenly spaced
 SECONDS = 5.0  # to read them all; also the maximum wait for them once the model is built
-MAX_PARTS = 64  # of a sample
-MAX_ITEMS = 8  # of a list
+MAX_PARTS = 64  # that are compared of a sample
+MAX_ITEMS = 8  # that are compared of a list
 ARRAYS = ("__array__", "__array_interface__")  # attributes of arrays, tensors and images
 TOLERANCE = 1e-3  # of floating-point values, relative to their root mean square
 
@@ -91,7 +91,7 @@ class Reading:
         twice = config.batches.seed_samples is not True
         arguments = sender, datasets, config.seed, twice, is_backward
         self.process = context.Process(target=_read, args=arguments, daemon=True)
-        with suppress(AttributeError, TypeError, PicklingError):  # neither forked nor picklable
+        with suppress(AttributeError, TypeError, PicklingError):  # no fork, and not picklable
             self.process.start()
         sender.close()
 

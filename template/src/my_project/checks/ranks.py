@@ -51,7 +51,7 @@ class EqualRanks:
     """Compare weights and buffers between the ranks; watch what the first forwards change."""
 
     def __init__(self, findings: Findings, model: Any, accelerator: Accelerator) -> None:
-        """Begin a start, with its weights in place and the model in training mode.
+        """Begin a start; its weights are loaded, and the model is in training mode.
 
         Args:
             findings: the findings of this run.
@@ -205,7 +205,7 @@ def fixed_numbers(device: torch.device, dtype: torch.dtype) -> Tensor:
 def sketch(tensor: Tensor) -> Tensor:
     """Return the norm of a tensor, and its dot product with fixed numbers.
 
-    The numbers are the same for each chunk. The products of the chunks have factors too, so that
+    Each chunk is multiplied by the same numbers, and its product by a number of its own, so that
     chunks that change places are noticed. Integers are compared exactly: their norm is set to 1.
     """
     tensor = tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -38,10 +38,10 @@ def check_sums(
 ) -> None:
     """Compare what `loss` returns for a few samples and for their halves. Called by every rank.
 
-    All forwards are in evaluation mode, without gradients and uncompiled: first one in the
-    precision of training, where the sum must be float32, then the others in full precision. The
-    samples are the same on every rank, and weights and buffers are restored. For a stream, the
-    first validation set is read, since a lane may take long to open.
+    All forwards are in evaluation mode, without gradients and uncompiled: the first one in the
+    precision of training, where the sum must be float32, the others in full precision. The samples
+    are the same on every rank, and weights and buffers are restored. For a stream, the first
+    validation set is read, since a lane may take long to open.
 
     Args:
         findings: the findings of this run.

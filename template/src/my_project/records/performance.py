@@ -57,7 +57,7 @@ class Performance:
         # since their numbers come one step later
         self.ended: dict[int, tuple[float, float]] = {}
         self.data_seconds = 0.0  # of the current step
-        self.reports: RankReports | None = None  # of an interval that is not written yet
+        self.reports: RankReports | None = None  # for an interval that is not written yet
         self.clock = time.perf_counter()  # the end of the interval so far
         self._begin_interval()
 
@@ -108,7 +108,7 @@ class Performance:
         self.interval_began = self.clock
         self.interval_steps = 0  # of this process
         self.interval_items = 0.0  # of all ranks
-        self.interval_own_seconds = 0.0  # before this rank needed the others
+        self.interval_own_seconds = 0.0  # until this rank needed the others
         self.interval_seconds: dict[str, float] = dict.fromkeys(("data", *PAUSES), 0.0)
         self.compilations_before = compilations() if self.is_compiled else 0
 

@@ -23,7 +23,7 @@ from ..files import discard
 from ..run_folder import Run
 
 logger = logging.getLogger(__name__)
-OPERATORS = 15  # in the table
+OPERATORS = 15  # rows of the table
 
 
 class Profiler:

@@ -106,7 +106,7 @@ def _mask_value(match: re.Match[str]) -> str:
 
 
 def _known_secrets() -> Iterator[str]:
-    """Yield the secrets in the environment."""
+    """Yield the values of secret environment variables."""
     for name in os.environ:  # items() would decode each value, for each line of a log
         if is_secret(name) and len(value := os.environ[name]) >= 8:
             yield value
