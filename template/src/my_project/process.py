@@ -62,8 +62,8 @@ def attempts() -> dict[str, int]:
     """Return the attempt number in each launch that this process belongs to, by launch name.
 
     The number rises when our launcher or torchrun restarts the command in place, and when Slurm
-    requeues the job. A process without a launcher has no attempts, and neither has the only process
-    of an accelerate launch.
+    requeues the job. A process without a launcher has no attempts; nor has a process that
+    accelerate launch starts alone.
     """
     environment = os.environ
     launch, _, count = environment.get(START, "").rpartition(".")
@@ -103,8 +103,8 @@ def garbage_collected_at_records() -> Iterator[None]:
     A rank that pauses delays all ranks. So objects that exist now are not examined again (a full
     collection would take a tenth of a second), and records/recorder.py collects after the same step
     on all ranks. In between, Python starts a collection only when the number of objects created,
-    minus those freed, exceeds GARBAGE_OBJECTS: a limit on the steps' reference cycles if records
-    are rare.
+    minus those freed, exceeds GARBAGE_OBJECTS. This limits the reference cycles that steps leave if
+    records are rare.
     """
     limits = gc.get_threshold()
     gc.collect()

@@ -193,7 +193,7 @@ class Agreement:
 
 # ---- the code of the user ------------------------------------------------------------------------
 def sources() -> dict[str, str]:
-    """Return a hash of the source of each imported module that is not installed, by module."""
+    """Return a hash of the source of each imported module that is not installed, by its name."""
     hashes: dict[str, str] = {}
     for key, module in [*sys.modules.items()]:
         if is_installed_package(key.partition(".")[0]):

@@ -111,7 +111,7 @@ class Reading:
 def _read(
     pipe: Any, datasets: Mapping[str, Any], seed: int, twice: bool, is_backward: bool
 ) -> None:
-    """Send the facts of each dataset, in a process of its own."""
+    """Send the facts of all datasets; this runs in a separate process."""
     ignore_signals_except_parents(0)
     torch.set_num_threads(1)
     deadline = time.monotonic() + SECONDS

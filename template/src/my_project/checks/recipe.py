@@ -74,7 +74,7 @@ def check_sums(
             return np.array([float(value) for value in recipe.loss(plain, batch, 0)[:2]])
 
     def call(function: Callable, batch: Any) -> Any:
-        """Raise an error after the forward: inside it, FSDP would leave the forward unfinished."""
+        """Call a function in a forward; raise its error afterwards, so that FSDP can finish it."""
         errors: list[Exception] = []
 
         def catching(plain: nn.Module, batch: Any) -> Any:
@@ -167,7 +167,7 @@ def sums_problem(returned: Callable[[int, int], np.ndarray], count: int) -> str:
 
 # ---- what has no effect --------------------------------------------------------------------------
 def check_settings(findings: Findings) -> None:
-    """Warn of an average that stays near the initial weights, and of misspelled methods."""
+    """Warn of averaged weights that stay near the initial ones, and of misspelled methods."""
     if not findings.is_on("recipe"):
         return
     config = findings.run.config

@@ -95,7 +95,7 @@ def log_start(
 
 
 def log_finished(run: Run, *, before: bool = False) -> None:
-    """Log the result of a run, which may be an earlier start's, unless the launcher shows it."""
+    """Log the result of a run that has finished, now or before, unless the launcher shows it."""
     if before:
         done, asked = run.status().step, run.total_steps
         length = f"finished: {done} steps, you asked for {asked}; " if done > asked else ""

@@ -30,7 +30,7 @@ PAUSES = ("evaluation", "saving")
 
 
 class Performance:
-    """Measure speed, pauses, waits for data, and differences of ranks, for interval records."""
+    """Measure speed, pauses, waits for data and differences between ranks, for each interval."""
 
     def __init__(
         self, run: Run, accelerator: Accelerator, layout: BatchLayout, model: nn.Module

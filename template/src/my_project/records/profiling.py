@@ -47,7 +47,7 @@ class Profiler:
         yield from batches
 
     def _begin(self, step: int) -> None:
-        """Begin after this many steps: 0, or those that the run has done before."""
+        """Begin after this many steps: 0, or the step from which the run continues."""
         config = self.run.config.profile
         first, self.last = config.window or (0, 0)
         self.first = max(first, step + 1)
