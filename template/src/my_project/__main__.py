@@ -1,6 +1,6 @@
 """Run a command of this package, or list them: `python -m my_project`.
 
-Also what the console script my-project runs (pyproject.toml). It does not add the current
+The console script my-project (pyproject.toml) runs this module too, but does not add the current
 folder to sys.path.
 """
 
@@ -8,7 +8,7 @@ import sys
 
 from .safety import search_path
 
-COMMANDS = {  # and their modules; one whose module was deleted is not shown
+COMMANDS = {  # the module of each; if it was deleted, the command is not listed
     "train": "launching.train",
     **dict.fromkeys(search_path.ON_WEIGHTS, "commands"),
     "runs": "tools.runs",

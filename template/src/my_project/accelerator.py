@@ -1,4 +1,4 @@
-"""Refuse a wrong launch, start and end the Accelerator, and set numerics."""
+"""Refuse a wrong launch, start and end the Accelerator, and set precision and determinism."""
 
 import math
 import os
@@ -38,7 +38,7 @@ from .process import no_garbage_collection, world
 from .run_folder import Run
 from .settings import did_you_mean
 
-# Launchers that set no rank that accelerate reads, and the variables with their number of tasks.
+# Launchers that set no rank that accelerate reads, each with the variable of its number of tasks.
 TASK_COUNTS = {"srun": "SLURM_STEP_NUM_TASKS", "mpirun": "OMPI_COMM_WORLD_SIZE"}
 UNSUPPORTED = {
     "ACCELERATE_USE_DEEPSPEED",
@@ -46,7 +46,7 @@ UNSUPPORTED = {
     "ACCELERATE_USE_FSDP",
     "ACCELERATE_USE_PARALLELISM_CONFIG",
 }
-UNSUPPORTED -= {*sharding.VARIABLES}  # which sharding.py knows
+UNSUPPORTED -= {*sharding.VARIABLES}  # sharding.py supports these
 
 
 def check_launch(config: Config) -> None:
@@ -102,7 +102,7 @@ def check_gpus(needed: int, found: int) -> None:
 def asked_for_cpu() -> bool:
     """Return whether the accelerate config asks for the CPU.
 
-    With several processes it can do so only by hiding the GPUs (gpu_ids: '-1,-1').
+    A config with several processes can do so only by hiding the GPUs (gpu_ids: '-1,-1').
     """
     hidden = os.environ.get("CUDA_VISIBLE_DEVICES", "0").startswith("-1")
     return hidden or parse_flag_from_env("ACCELERATE_USE_CPU")
@@ -114,12 +114,12 @@ def use_cpu() -> bool:
 
 
 def keep_on_this_machine() -> str | None:
-    """Let gloo and the store use the loopback interface if all processes run on this machine.
+    """Make gloo and the store use the loopback interface if all processes run on this machine.
 
-    torch's own store listens on all interfaces. Under torchrun, its agent has opened the store.
+    torch's own store listens on all interfaces. Under torchrun, the agent has opened the store.
 
     Returns:
-        The init_method of the process group; None for torch's own.
+        The init_method of the process group; None for torch's default.
     """
     local = os.environ.get("LOCAL_WORLD_SIZE")
     if not local or local != os.environ.get("WORLD_SIZE"):
@@ -148,10 +148,10 @@ def loopback_store(url: str, timeout: timedelta, **_: Any) -> Iterator[tuple[Sto
 def start_accelerator(config: Config) -> Iterator[Accelerator]:
     """Create the Accelerator; destroy its process group afterwards, unless NCCL could hang."""
     init_method = keep_on_this_machine()
-    AcceleratorState._reset_state(True)  # one made by another run in this process, or by a recipe
+    AcceleratorState._reset_state(True)  # an earlier run or a recipe may have left one
     limits = config.distributed
     longest = max(limits.startup_timeout_seconds, limits.timeout_seconds)
-    timeout = timedelta(seconds=60 + longest)  # longer than that of watchdog.py
+    timeout = timedelta(seconds=60 + longest)  # longer than the watchdog's
     with sharding.hidden_from_constructor(on_cpu=use_cpu()):
         accelerator = Accelerator(
             cpu=use_cpu(),
@@ -162,7 +162,7 @@ def start_accelerator(config: Config) -> Iterator[Accelerator]:
                 InitProcessGroupKwargs(init_method=init_method, timeout=timeout),
             ],
         )
-    set_numerics(config)  # after the constructor, which allows TF32 if it is to compile
+    set_numerics(config)  # after the constructor, which allows TF32 with torch.compile
     finished = False
     try:
         check_world(accelerator)
@@ -180,9 +180,9 @@ def start_accelerator(config: Config) -> Iterator[Accelerator]:
 def release_groups(accelerator: Accelerator) -> None:
     """Drop the references to process groups that would outlive destroy_process_group.
 
-    DDP's reducer holds its group in C++. As the last reference, it would wait for gloo's threads
-    while it holds the GIL, which one of them may need to release a tensor: with torch 2.10 up to
-    half of the runs of some tests hung. A Python reference waits without the GIL.
+    DDP's reducer references its group in C++. If that is the last reference, dropping it keeps the
+    GIL and waits for gloo's threads, of which one may need the GIL to free a tensor: up to half of
+    the runs of some tests hung with torch 2.10. Dropping a Python reference releases the GIL.
     """
     for model in accelerator._models:
         for name in ("logger", "reducer"):
@@ -191,7 +191,7 @@ def release_groups(accelerator: Accelerator) -> None:
 
 
 def ddp_options(config: Config) -> DistributedDataParallelKwargs:
-    """Return DDP's options; the config names the communication hook (bf16).
+    """Return DDP's options; the config gives the communication hook by name (bf16).
 
     Raises:
         ConfigError: an option does not exist, or its value is wrong or does not fit the run.
@@ -209,7 +209,7 @@ def ddp_options(config: Config) -> DistributedDataParallelKwargs:
     if config.distributed.ddp.get("static_graph") and accumulation > 1 and is_ddp:
         raise ConfigError(
             f"distributed.ddp.static_graph is true, but a step accumulates {accumulation}"
-            " micro-batches, in which DDP fails: leave it out, or set"
+            " micro-batches, and DDP would fail: leave static_graph out, or set"
             " batches.micro_batch_size so that no accumulation is needed."
         )
     # gradients as views of DDP's buckets save 4 bytes per parameter and a copy
@@ -217,18 +217,18 @@ def ddp_options(config: Config) -> DistributedDataParallelKwargs:
     if options["comm_hook"] not in ("no", "bf16"):
         raise ConfigError(
             f"distributed.ddp.comm_hook is {options['comm_hook']!r}, but must be no or bf16:"
-            " gradients of sums overflow in fp16, and no checkpoint holds the state of PowerSGD."
+            " gradients of sums overflow in fp16, and checkpoints do not contain PowerSGD's state."
         )
     options["comm_hook"] = DDPCommunicationHookType(options["comm_hook"])
     return DistributedDataParallelKwargs(**options)
 
 
 def initial_loss_scale(config: Config) -> GradScalerKwargs:
-    """Return the initial loss scale of fp16: torch's, divided by the samples that a loss sums.
+    """Return the initial loss scale of fp16: torch's default, divided by the global batch size.
 
     A sum over tokens needs an even smaller scale, which the scaler finds by skipping steps.
     """
-    # a power of two: scaling changes the exponent, and rounds no digit
+    # a power of two: scaling changes only the exponent, so nothing is rounded
     samples = 2.0 ** math.ceil(math.log2(config.batches.global_batch_size))
     return GradScalerKwargs(init_scale=2.0**16 / samples)
 
@@ -258,7 +258,7 @@ def numerics(accelerator: Accelerator, run: Run) -> dict[str, Any]:
         "sharding": sharding.kind_of(accelerator),
         "comm_hook": config.distributed.ddp.get("comm_hook", "no") if is_ddp else "no",
         "torch_compile": plugin.backend != DynamoBackend.NO,
-        # the learning rate of a step depends on the number of all steps
+        # the learning rate of a step depends on the total number of steps
         "scheduled_steps": None if config.optim.schedule in UNSCHEDULED else run.total_steps,
     }
 
@@ -270,5 +270,5 @@ def set_numerics(config: Config) -> None:
     torch.backends.cudnn.deterministic = config.deterministic
     if config.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    with no_garbage_collection():  # imports torch._dynamo, which any optimizer needs
+    with no_garbage_collection():  # the call imports torch._dynamo, as any optimizer does
         torch.use_deterministic_algorithms(config.deterministic)

@@ -59,7 +59,7 @@ def errors_reported(outcome: Outcome, failures: Any = Exception) -> Iterator[Non
     """Report an exception of the block, and turn it into an exit code.
 
     A ConfigError, which the user can fix, gives a message and its own code. Any other exception
-    gives an error file (failures.py), the traceback, and exit code 2 if it would repeat, else 1.
+    gives an error file (failures.py), the traceback, and code 2 if a retry would fail too, else 1.
     """
     try:
         yield
@@ -87,8 +87,8 @@ def run(main: Callable[..., int | None], *arguments: Any) -> NoReturn:
 
 
 def run_on_all_ranks(main: Callable[..., int], *arguments: Any) -> NoReturn:
-    """Run a command as a rank of a launch, with its log, and exit with its code."""
-    gc.enable()  # parse_command_line turned it off for the imports
+    """Run a command as a rank of a launch, with a log file, and exit with the command's code."""
+    gc.enable()  # parse_command_line turned collection off for the imports
     write_logs()
     set_up_logging()
     outcome = Outcome()
@@ -133,14 +133,14 @@ MAX_WARNING_LENGTH = 300  # characters on the screen
 
 
 class Warned:
-    """The warnings of Python and of libraries in rank 0, one for each line of code that warns.
+    """The warnings of Python and libraries in rank 0, counted once per line of code that warns.
 
-    Under the launcher, where stderr is a log file, each is also shown on the terminal, as one line.
-    Warnings for developers, such as about deprecations, are only counted.
+    Under the launcher, where stderr is a log file, the terminal shows each warning too, in a line.
+    Warnings for developers, such as those about deprecations, are only counted.
     """
 
     def __init__(self) -> None:
-        # a byte for each hash of a line of code: whether it has warned; shared with loader workers
+        # a byte per hash of a line of code: 1 if that line has warned; shared with loader workers
         self.lines: Any = b""
 
     @property
@@ -149,7 +149,7 @@ class Warned:
         return len(self.lines) - self.lines[:].count(b"\0")
 
     def start(self) -> None:
-        """Count warnings from now on as their records are made: loggers may not propagate them."""
+        """Count warnings from now on, when log records are made: loggers may not propagate them."""
         self.lines = mmap.mmap(-1, 1 << 16)
         logging.setLogRecordFactory(partial(self._note, logging.getLogRecordFactory()))
 
@@ -173,7 +173,7 @@ WARNED = Warned()
 
 
 def show_warning(kind: str, text: str, place: str) -> None:
-    """Write a warning only to the terminal, above the bar, which the next step redraws."""
+    """Write a warning to the terminal alone, in place of the bar, which the next step redraws."""
     text = printable(textwrap.shorten(mask(text), MAX_WARNING_LENGTH, placeholder="..."))
     place = short_path(re.sub(".*/(site|dist)-packages/", "", place))
     erased = "\r\x1b[K" * can_redraw()
@@ -181,7 +181,7 @@ def show_warning(kind: str, text: str, place: str) -> None:
 
 
 def is_printed(name: str) -> bool:
-    """Return whether a logger's records go to stderr, by the root's handlers or its own."""
+    """Return whether a logger's records go to stderr, by its own handlers or those of the root."""
     logger = logging.getLogger(name)
     while logger.propagate and logger.parent:
         logger = logger.parent
@@ -197,27 +197,27 @@ def _is_stderr(stream: Any) -> bool:
 
 
 def _is_from_project(record: logging.LogRecord) -> bool:
-    """Return whether the project's own code logs this, not a library or Python's warnings."""
+    """Return whether the project's own code logs this, not a library or Python's own warning."""
     return library_of(record.pathname) is None and record.name != "py.warnings"
 
 
 def set_up_logging() -> None:
-    """Log all messages of rank 0; for other ranks only warnings and errors, with the rank.
+    """Log all messages of rank 0; of other ranks only warnings and errors, with the rank.
 
-    Messages of libraries go to stderr. Under the launcher that is the log file, and warnings of
-    rank 0 are also a line on the terminal.
+    Messages of libraries go to stderr. Under the launcher, stderr is the log file, and the terminal
+    shows warnings of rank 0 too, in a line each.
     """
     rank = world()[1]
     prefix = f"[{process_name()}] %(levelname)s " if rank else ""
-    # a copy of stderr, which is the log file even while prepare_data sends stderr to the terminal
+    # a copy of stderr: it stays the log file even while prepare_data sends stderr to the terminal
     stderr = open(os.dup(2), "w") if STDERR else sys.stderr  # noqa: SIM115
-    shown, kept = logging.StreamHandler(sys.stdout), logging.StreamHandler(stderr)
-    shown.addFilter(_is_from_project)
-    kept.addFilter(lambda record: not _is_from_project(record))
-    for handler in (shown, kept):
+    on_stdout, on_stderr = logging.StreamHandler(sys.stdout), logging.StreamHandler(stderr)
+    on_stdout.addFilter(_is_from_project)
+    on_stderr.addFilter(lambda record: not _is_from_project(record))
+    for handler in (on_stdout, on_stderr):
         handler.setFormatter(MaskedFormatter(f"{prefix}%(message)s"))
     level = logging.WARNING if rank else logging.INFO
-    logging.basicConfig(level=level, handlers=[shown, kept], force=True)
+    logging.basicConfig(level=level, handlers=[on_stdout, on_stderr], force=True)
     for library in ("accelerate", "torch", "httpx", "datasets"):
         logging.getLogger(library).setLevel(logging.WARNING)
     logging.captureWarnings(True)

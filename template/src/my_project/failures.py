@@ -1,8 +1,8 @@
 """Error files: a process that fails writes one, which the launcher and the tools read.
 
-docs/run-folder.md describes its fields. It is written to <run folder>/errors/ and, under the
-launcher, to the log folder of the start and to a temporary folder, both of which exist before the
-run folder is open. A file is also written for torchrun, whose summary shows the first failure.
+docs/run-folder.md describes its fields. The file is written to <run folder>/errors/ and, under the
+launcher, to the log folder of the start and to a temporary folder; these two exist before the run
+folder is open. Another file is written for torchrun, whose summary shows the first failure.
 """
 
 import errno
@@ -26,24 +26,24 @@ from .process import LAUNCHER, LOGS, START, world
 from .safety.redaction import mask
 from .words import say, short_path
 
-FOLDER = "LAUNCH_ERRORS"  # the environment variable: a folder where the launcher reads error files
+FOLDER = "LAUNCH_ERRORS"  # the variable with the folder from which the launcher reads error files
 CONSEQUENCES = ("lost contact", "waiting")  # causes that follow from the failure of another rank
 OUT_OF_MEMORY = ("out of memory", "out of host memory")  # on the device; on the host
 LATE_SECONDS = 2.0  # more than the watchdog's interval of one second
 # A frame in the message of an exception that a loader worker has passed on.
 FRAME = re.compile(r'  File "(.+)", line (\d+), in (.+)(?:\n    (\S.*))?')
 WORKER_TRACEBACK = "Original Traceback (most recent call last):"
-# Causes by the messages of libraries, for errors whose type or errno does not tell the cause.
+# The messages of libraries, by cause, for errors whose type and errno do not identify the cause.
 SENTENCES = {
     # torch's tensors and NCCL's buffers in /dev/shm
     "full shared memory": re.compile(
         r"file </torch_.*\(28\)|out of shared memory|creating shared memory segment"
     ),
-    # gloo, when the sizes of ranks differ
+    # gloo, when the sizes of tensors differ between ranks
     "mismatched collectives": re.compile("collective mismatch"),
     # safetensors, which passes on only the text of the error
     "full disk": re.compile(r"No space left on device|Disk quota exceeded|os error (28|122)\b"),
-    # the second is torch's, when a loader worker passes on a tensor
+    # the second message is torch's, when a loader worker passes on a tensor
     "too many open files": re.compile("Too many open files|received 0 items of ancdata"),
     # CUDA and cuBLAS; torch's allocator raises OutOfMemoryError
     "out of memory": re.compile(r"(CUDA|HIP) (error: )?out of memory|CUBLAS_STATUS_ALLOC_FAILED"),
@@ -128,7 +128,7 @@ class Failure:
 def first_failure(failures: list[Failure]) -> Failure | None:
     """Return the failure that most likely caused the others; None if there are none.
 
-    If all ranks skipped too many steps, it is a rank whose own loss was not finite.
+    If all ranks skipped too many steps, prefer that of a rank whose own loss was not finite.
 
     Args:
         failures: the failures of one launch.
@@ -143,7 +143,7 @@ def late(failures: list[Failure]) -> list[Failure]:
     """Return the failures of ranks that went on after others had given up waiting for them.
 
     Such a rank was suspended or cut off: it lost contact after more time without progress than its
-    watchdog allows, which counts only the time in which the rank ran.
+    watchdog allows, because the watchdog measures only the time in which the rank ran.
     """
     waited = [failure.idle_seconds for failure in failures if failure.cause == "waiting"]
     limit = max(waited, default=float("inf")) + LATE_SECONDS
@@ -186,7 +186,7 @@ def own_frame(frames: Sequence[Frame]) -> Frame | None:
 
 
 def exception_reason(error: BaseException) -> str:
-    """Return an exception and its notes in one line; from a loader worker, its own exception."""
+    """Return an exception and its notes in one line: the original one if a loader worker failed."""
     message = str(error)
     if WORKER_TRACEBACK in message:
         message = message.strip().splitlines()[-1].removeprefix(f"{type(error).__name__}: ")
@@ -270,7 +270,7 @@ def exception_failure(error: BaseException) -> Failure:
         details="".join(traceback.format_exception(error)),
         exit_code=error.exit_code if isinstance(error, ConfigError) else 1 + would_repeat,
     )
-    # the frame of a lost loader worker is only where this process noticed it
+    # if a loader worker is lost, the frame is only where this process noticed the loss
     at = None if cause == "loader worker" else failure.at
     has_facts = cause in ("not finite", *OUT_OF_MEMORY)
     facts = getattr(error, "facts", {}) if has_facts else {}
@@ -333,7 +333,7 @@ def remove_old_errors(folder: Path, limit: int) -> None:
 
 
 def report_once(error: BaseException) -> Failure:
-    """Report an exception, unless the run, which knows more, has done so; return its failure."""
+    """Report an exception, unless the run has done so in more detail; return its failure."""
     failure: Failure | None = getattr(error, "failure", None)
     if failure is None:
         failure = exception_failure(error)
@@ -350,7 +350,7 @@ def report(failure: Failure) -> None:
             write_atomically(path, json.dumps(failure.to_json()))
     if file := os.environ.get("TORCHELASTIC_ERROR_FILE"):
         # torchrun shows the py_callstack of the failure with the smallest timestamp, in whole
-        # seconds; a consequence gets one a minute later, so that it does not hide its cause
+        # seconds; that of a consequence is a minute later, so that it does not hide its cause
         shown = f"{failure.details}\n{failure.reason}"
         if failure.cause == "setting":
             shown = f"error: {failure.reason}"  # the user needs no traceback
@@ -382,7 +382,7 @@ def say_error(error: ConfigError) -> int:
 
     All processes of a launch raise the same error. Local rank 0 prints it immediately; the others
     print it only if the launcher has not ended them within 5 s. torchrun returns 1 for any exit
-    code of its processes; our launcher reads code and message from the error file.
+    code of its processes; our launcher reads the code and message from the error file.
     """
     report_once(error)
     if os.environ.get("LOCAL_RANK", "0") != "0":

@@ -2,9 +2,9 @@
 
 A launcher that is killed sends no signal. So each of its processes watches the pipe that Python's
 multiprocessing keeps open to the launcher, polls whether the launcher is still its parent (torchrun
-has no pipe), and exits if not: no orphan keeps training. A process that was started without a
-launcher outlives its shell. Imports no torch, since a launcher may be killed while its processes
-import.
+has no pipe), and exits if it is not: no orphan keeps training. A process that was started without a
+launcher outlives its shell. This module does not import torch, since the launcher may be killed
+during that import.
 """
 
 import ctypes
@@ -61,9 +61,9 @@ def end_children() -> None:
 def attempts() -> dict[str, int]:
     """Return the attempt number in each launch that this process belongs to, by launch name.
 
-    A launch starts the same command again with a higher number: our launcher and torchrun in place,
-    Slurm when it requeues a job. Neither accelerate launch of one process nor a process without a
-    launcher has attempts.
+    The number rises when our launcher or torchrun restarts the command in place, and when Slurm
+    requeues the job. A process without a launcher has no attempts; nor has a process that
+    accelerate launch starts alone.
     """
     environment = os.environ
     launch, _, count = environment.get(START, "").rpartition(".")
@@ -98,12 +98,12 @@ def no_garbage_collection() -> Iterator[None]:
 
 @contextmanager
 def garbage_collected_at_records() -> Iterator[None]:
-    """Keep Python's garbage collector from pausing ranks at different steps, for the block.
+    """Keep Python's garbage collector from pausing ranks at different steps of the block.
 
     A rank that pauses delays all ranks. So objects that exist now are not examined again (a full
     collection would take a tenth of a second), and records/recorder.py collects after the same step
-    on all ranks. Between its calls a collection starts by itself only when the number of objects
-    created, less those freed, exceeds GARBAGE_OBJECTS: this bounds the reference cycles of steps if
+    on all ranks. In between, Python starts a collection only when the number of objects created,
+    minus those freed, exceeds GARBAGE_OBJECTS. This limits the reference cycles that steps leave if
     records are rare.
     """
     limits = gc.get_threshold()
@@ -132,11 +132,11 @@ LOGS = "LAUNCH_LOGS"  # the folder for the output of this process
 BLAMED = "BLAMED_NODES"  # a file for the names of hosts at fault (launch/slurm.sbatch)
 DRY_RUN = "LAUNCH_DRY_RUN"  # set in a dry run, in which each check prints a line
 
-STDERR: list[int] = []  # a copy of the terminal's descriptor, once a log file has replaced it
+STDERR: list[int] = []  # a copy of the original descriptor 2, once a log file has replaced it
 
 
 def note_blamed(hosts: Iterable[str]) -> None:
-    """Write the names of hosts at fault for a scheduler, which can leave them out of a retry."""
+    """Write the names of hosts at fault to a file: a scheduler can leave them out of a retry."""
     if path := os.environ.get(BLAMED):
         with suppress(OSError), open_own(path, "ab") as file:
             file.write("".join(f"{host}\n" for host in hosts).encode())
@@ -148,7 +148,7 @@ def can_redraw() -> bool:
 
 
 def say_that_it_imports() -> None:
-    """Print on a terminal what takes the first seconds of a command."""
+    """Print on a terminal what a command spends its first seconds on."""
     if can_redraw():
         print("importing torch and the recipe", flush=True)
 
@@ -165,11 +165,11 @@ class _DroppingFile(io.FileIO):
 
 
 def never_fail_to_print() -> None:
-    """Make print never raise in this process, even if its reader is gone or its encoding ASCII."""
+    """Keep print from raising an error, even if its reader is gone or its encoding is ASCII."""
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
         if type(stream) is io.TextIOWrapper:  # a test or a notebook may have replaced it
-            # unbuffered: a buffer that is interrupted by a signal would be written again
+            # unbuffered: a buffer whose writing a signal interrupts would be written twice
             raw: Any = _DroppingFile(stream.fileno(), "w", closefd=False)
             options: Any = {"encoding": stream.encoding, "errors": "backslashreplace"}
             setattr(sys, name, io.TextIOWrapper(raw, **options, line_buffering=True))
@@ -183,7 +183,7 @@ class CopiedStream:
         self.file = file
 
     def write(self, text: str) -> int:
-        """Write to both; a full disk or a closed terminal must not end the run."""
+        """Write to file and stream; a full disk or a closed terminal must not end the run."""
         with suppress(OSError):
             self.file.write(text.encode(errors="replace"))
         with suppress(OSError):
@@ -200,7 +200,7 @@ class CopiedStream:
 
 
 def write_logs() -> None:
-    """Under the launcher, write the output of this process to a log file of its own.
+    """Write the output of this process to its own log file, if it runs under the launcher.
 
     The terminal shows only what rank 0 prints, and a line for each of its warnings (exits.Warned).
     The stderr of rank 0 and all output of the other ranks go to their log files only; what C code
@@ -232,7 +232,7 @@ def _set_stderr(descriptor: int) -> None:
 
 @contextmanager
 def stderr_on_terminal() -> Iterator[None]:
-    """Send stderr to the terminal for the block, so that the bar of a download is shown."""
+    """Send stderr to the terminal for the block, so that a download's progress bar is shown."""
     log = os.dup(2)
     _set_stderr(STDERR[0])
     try:
@@ -244,8 +244,8 @@ def stderr_on_terminal() -> Iterator[None]:
 
 POLL_SECONDS = 1.0
 STOP_SIGNALS = {signal.SIGTERM, signal.SIGINT, signal.SIGUSR1}
-# How long a process may take after a stop signal in startup to reach the loop, which saves. It may
-# never get there, since a collective with a rank that has exited does not return.
+# How long a process that gets a stop signal during startup may take to reach the loop, which saves.
+# It may never get there: a collective with a rank that has exited does not return.
 REACH_LOOP_SECONDS = 30.0
 SET_BY_LAUNCHERS = ("ACCELERATE_MIXED_PRECISION", "TORCHELASTIC_RUN_ID")  # accelerate, torchrun
 
@@ -256,9 +256,9 @@ class Launcher:
     def __init__(self) -> None:
         self.pid: int | None = None
         self.ends_process = True  # False in the training loop, which saves first (StopRequest)
-        self.leave_at = float("inf")  # when this process exits after a stop signal; monotonic
+        self.leave_at = float("inf")  # time.monotonic() at which to exit after a stop signal
         self.stop_signal = ""  # the name of the first signal that told this process to stop
-        self._signals = -1  # a pipe to which Python writes the number of each handled signal
+        self._signals = -1  # the pipe into which Python writes the number of each handled signal
         self._pipe: list[int] = []  # readable once the parent has ended
 
     @property
@@ -270,7 +270,7 @@ class Launcher:
         """Exit this process when the launcher has ended, or when a stop signal has no effect.
 
         Args:
-            pid: the launcher, which may have ended already; by default the parent of this process.
+            pid: the launcher's, which may have ended already; by default, that of the parent.
         """
         if self.pid is None and any(name in os.environ for name in SET_BY_LAUNCHERS):
             self.pid = pid or os.getppid()

@@ -5,7 +5,7 @@
       code.patch               changes since the commit, and untracked files, for `git apply`
       sources.zip              code that git does not contain; without git, all of it
       requirements.txt         the imported distributions, for pip
-      same_code.txt            later starts that ran the same code, a line each
+      same_code.txt            later starts that ran the same code, one per line
 
 Secrets are masked. tools/reproduce.py prints the commands that use these files.
 """
@@ -49,8 +49,8 @@ from .words import PACKAGE
 
 logger = logging.getLogger(__name__)
 RECORDED_PACKAGES = ("torch", "accelerate", "safetensors", "torchmetrics", "numpy", "scikit-learn")
-MOST_BYTES = 1_000_000  # of the code that a start keeps
-MOST_CHANGED_BYTES = 64_000_000  # of the changed files that git compares with the commit
+MOST_BYTES = 1_000_000  # maximum size of the code that a start keeps
+MOST_CHANGED_BYTES = 64_000_000  # maximum size of the changed files that git compares
 GIT_SECONDS = 10.0
 LITERAL = re.compile(  # in Python: name = "value", name: str = "value", "name": "value"
     r"""(?P<name>[\w.-]+)
@@ -69,7 +69,7 @@ class Origin:
     commit: str | None = None
     code: str = ""  # modules_digest
     packages: dict[str, str] = field(default_factory=dict)  # imported distributions
-    config: str = ""  # as config.yaml
+    config: str = ""  # the settings, as in config.yaml
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,17 +81,17 @@ class Kept:
     python: str = platform.python_version()
     packages: dict[str, str] = field(default_factory=dict)  # imported distributions
     commit: str | None = None  # None: not in git, or nothing is committed yet
-    repository: str = ""  # its top folder
-    remote: str = ""  # its URL
-    folder: str = "."  # of the start, in the repository
-    search_path: tuple[str, ...] = (".",)  # where imports begin, in the repository
+    repository: str = ""  # the top folder of the repository
+    remote: str = ""  # the URL of the remote
+    folder: str = "."  # the start's current folder, relative to the repository
+    search_path: tuple[str, ...] = (".",)  # folders where imports begin, relative to the repository
     submodules: dict[str, str] = field(default_factory=dict)  # commits by folder
     files: dict[str, str] = field(default_factory=dict)  # SHA-256 of code.patch and sources.zip
     masked: tuple[str, ...] = ()  # files in which a secret was masked
     not_kept: str = ""  # what is missing, and why
 
     def is_like(self, other: "Kept") -> bool:
-        """Return whether the code is the same, and each package that both starts have imported."""
+        """Return whether the code is the same, and so are the packages that both starts import."""
         both = self.packages.keys() & other.packages.keys()
         is_same = all(self.packages[name] == other.packages[name] for name in both)
         return is_same and replace(self, packages={}) == replace(other, packages={})
@@ -104,7 +104,7 @@ def source_hash(file: str | Path | None) -> str | None:
 
 def modules() -> list[Path]:
     """Return the project's modules."""
-    # except broken links, which editors use to lock a file
+    # is_file() leaves out broken links, which editors use to lock a file
     return sorted(path for path in Path(__file__).parent.rglob("*.py") if path.is_file())
 
 
@@ -118,15 +118,15 @@ def modules_digest(config: Config) -> str:
 def installed(source: str | None = None) -> dict[str, str]:
     """Return the versions of the packages that the loop and the recipe import.
 
-    A package whose module has a different name is listed under the module's: cv2, PIL.
+    A package whose module has a different name is listed by the name of the module: cv2, PIL.
     """
     versions = {}
     for name in (*RECORDED_PACKAGES, *imports_of(source)):
         if name not in sys.stdlib_module_names:
-            known = getattr(sys.modules.get(name), "__version__", None)
+            release = getattr(sys.modules.get(name), "__version__", None)
             with suppress(PackageNotFoundError):
-                known = version(name)
-            versions |= {name: str(known)} if known else {}
+                release = version(name)
+            versions |= {name: str(release)} if release else {}
     return versions
 
 
@@ -149,7 +149,7 @@ def provenance(source: str | None = None) -> dict[str, Any]:
         source: the recipe's file; git is asked about the repository that it is in.
     """
     folder = Path(source or __file__).resolve().parent
-    # ignored: an installed package, in an environment inside the repository of another project
+    # git ignores an installed package in an environment inside another project's repository
     is_tracked = _git(folder, "check-ignore", "-q", ".") is None
     commit = _git(folder, "rev-parse", "HEAD") if is_tracked else None
     changes = _git(folder, "status", "--porcelain") if is_tracked else None
@@ -184,8 +184,8 @@ def _launcher() -> list[str]:
 
 
 def _git(folder: Path, *arguments: str, **variables: str) -> str | None:
-    # in a hook, git's variables name a different repository
-    others = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}
+    # in a git hook, git's environment variables name a different repository
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}
     try:
         return subprocess.run(
             ["git", "-C", str(folder), *arguments],
@@ -194,7 +194,7 @@ def _git(folder: Path, *arguments: str, **variables: str) -> str | None:
             errors="surrogateescape",
             check=True,
             timeout=GIT_SECONDS,
-            env=others | {"GIT_OPTIONAL_LOCKS": "0"} | variables,
+            env=environment | {"GIT_OPTIONAL_LOCKS": "0"} | variables,
         ).stdout.strip()
     except (OSError, subprocess.SubprocessError):
         return None
@@ -208,8 +208,8 @@ def keep_code(run_folder: Path, config: Config, run: str, start: str) -> Origin:
 
     Args:
         run_folder: the folder of the run.
-        config: its settings.
-        run: its identity.
+        config: the run's config.
+        run: the ID of the run.
         start: the name of this start.
     """
     imported = imported_distributions()
@@ -218,12 +218,12 @@ def keep_code(run_folder: Path, config: Config, run: str, start: str) -> Origin:
     starts = run_folder / "starts"
     try:
         starts.mkdir(exist_ok=True)
-        for leftover in starts.glob(".*.partial"):  # of a start that was killed
+        for leftover in starts.glob(".*.partial"):  # left by a start that was killed
             discard(leftover)
         kept, contents = code_that_runs(config, kept)
         contents["requirements.txt"] = requirements(imported).encode()
         name = _write(starts, kept, contents, start)
-    except OSError as error:  # the run goes on without it
+    except OSError as error:  # the run goes on without the folder
         kept, name = replace(kept, not_kept=f"it could not be written: {error}"), ""
     if kept.not_kept:
         logger.warning("not all code of this start is kept: %s", mask(kept.not_kept))
@@ -238,9 +238,9 @@ def keep_code(run_folder: Path, config: Config, run: str, start: str) -> Origin:
 
 
 def _write(starts: Path, kept: Kept, contents: dict[str, bytes], start: str) -> str:
-    """Write the folder of a start, or add its name to one with the same code; return the folder."""
+    """Write a start's folder, or add the start to one with the same code; return its name."""
     for path in sorted(starts.glob("*/start.json")):
-        with suppress(TypeError):  # damaged
+        with suppress(TypeError):  # a damaged file
             if kept.is_like(from_object(Kept, read_json(path))):
                 with open_own(path.with_name("same_code.txt"), "ab") as file:
                     file.write(f"{start}\n".encode())
@@ -284,7 +284,7 @@ def _sources(config: Config) -> dict[Path, str]:
     """Return the files with a run's code, and the path of each in sources.zip.
 
     They are the accelerate configs in the current folder, the project's modules, and last the
-    recipe's.
+    recipe's module.
     """
     package = Path(__file__).parent
     sources = {path.resolve(): str(path) for path in Path("accelerate_configs").glob("*.yaml")}
@@ -304,12 +304,12 @@ def _top_folder(folder: Path) -> Path | None:
 
 
 def _in_git(kept: Kept, top: Path, sources: dict[Path, str]) -> Kept:
-    """Add the state of the repository, except for changes.
+    """Return `kept` with the state of the repository, except for changes.
 
     Args:
-        kept: what is known so far.
+        kept: what is known of the start so far.
         top: the repository's top folder.
-        sources: the result of _sources; each .py path, minus its name, is on the search path.
+        sources: the result of _sources; each .py path without its name is on the search path.
     """
     here = Path.cwd().resolve()
     roots = {Path(str(p).removesuffix(name)) for p, name in sources.items() if p.suffix == ".py"}
@@ -335,14 +335,14 @@ def _in_git(kept: Kept, top: Path, sources: dict[Path, str]) -> Kept:
 def _changes(top: Path, sources: Iterable[Path]) -> tuple[str, set[Path], str]:
     """Return a patch against the commit, the files that it or the commit contains, and a problem.
 
-    Untracked files of the package are added to a copy of the index, never to the user's own.
+    Untracked files of the package are added to a copy of the index, never to the user's index.
     """
     paths = [str(Path(__file__).resolve().parent), *map(str, sources)]
     paths = [path for path in paths if Path(path).is_relative_to(top)]
     with tempfile.TemporaryDirectory() as folder:
         index, output = Path(folder, "index"), Path(folder, "patch")
-        with suppress(OSError):  # a commit without an index
-            # with its time, from which git sees what has changed just now
+        with suppress(OSError):  # there is a commit, but no index
+            # copied with its time, by which git recognizes files that changed just now
             shutil.copy2(top / (_git(top, "rev-parse", "--git-path", "index") or ""), index)
         git = partial(_git, top, GIT_INDEX_FILE=str(index))
         listed = git("ls-files", "-z", "--others", "--exclude-standard", "--", *paths)
@@ -372,7 +372,7 @@ def _changes(top: Path, sources: Iterable[Path]) -> tuple[str, set[Path], str]:
 def masked_patch(patch: str) -> tuple[str, set[str], list[str]]:
     """Mask secrets in the lines that a patch adds.
 
-    A patch with a masked line of the commit would not apply, so such a file is left out.
+    A patch in which a line of the commit is masked would not apply, so such a file is left out.
 
     Returns:
         The patch, the files in which a secret was masked, and those that were left out.
@@ -425,15 +425,15 @@ def _archive(sources: dict[Path, str]) -> tuple[bytes, set[str]]:
 
 # ---- packages ------------------------------------------------------------------------------------
 def imported_distributions() -> dict[str, tuple[str, Distribution]]:
-    """Return version and distribution, by name, of those with an imported module, but not our own.
+    """Return the version and distribution of each imported distribution but our own, by name.
 
-    importlib.metadata.packages_distributions takes about three times as long.
+    importlib.metadata.packages_distributions would take about three times as long.
     """
     own = PACKAGE.partition(".")[0]
     imported = {name.partition(".")[0] for name in sys.modules}
     modules = {dist: top_modules(dist) for dist in distributions()}
     used = [dist for dist, tops in modules.items() if tops & imported and own not in tops]
-    parsed = [(dist.metadata, dist) for dist in reversed(used)]  # parsed at each access
+    parsed = [(dist.metadata, dist) for dist in reversed(used)]  # each access would parse again
     # if two have the same name, Python imports the first
     return dict(sorted({data["Name"]: (data["Version"], dist) for data, dist in parsed}.items()))
 
@@ -450,7 +450,7 @@ def requirements(imported: dict[str, tuple[str, Distribution]]) -> str:
     lines, indexes = [], set()
     for name, (release, distribution) in imported.items():
         line = f"{name}=={release}"
-        with suppress(ValueError, KeyError, TypeError):  # TypeError: it comes from an index
+        with suppress(ValueError, KeyError, TypeError):  # TypeError: from an index
             origin = json.loads(distribution.read_text("direct_url.json"))  # type: ignore[arg-type]
             line = f"# {line} was installed from {mask(origin['url'])}"
             vcs = origin["vcs_info"]

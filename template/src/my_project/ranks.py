@@ -20,7 +20,7 @@ def on_main_then_broadcast(accelerator: Accelerator, function: Callable[[], T]) 
     """Call a function on rank 0 only, and return its result on every rank.
 
     Raises:
-        ConfigError: on every rank, what the function raised on rank 0, of the same type.
+        ConfigError: the function raised it on rank 0; every rank then raises it, with its type.
     """
     outcome: list[Any] = [None, None]
     if accelerator.is_main_process:
@@ -36,10 +36,10 @@ def on_main_then_broadcast(accelerator: Accelerator, function: Callable[[], T]) 
 
 
 def gather_on_main(accelerator: Accelerator, value: T) -> list[T]:
-    """Return the values of all ranks, by rank, on rank 0; [] on the others.
+    """Return the values of all ranks, in rank order, on rank 0; [] on other ranks.
 
-    Not accelerate's gather_object, which sends every value to every rank: all ranks together would
-    receive and unpickle N^2 values.
+    accelerate's gather_object would send every value to every rank: N ranks together would receive
+    and unpickle N^2 values.
     """
     if accelerator.num_processes == 1:
         return [value]

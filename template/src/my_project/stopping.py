@@ -1,4 +1,4 @@
-"""A request to stop, by a signal, a time limit or the end of the launcher (preemption)."""
+"""Stop a run early (preemption): on a signal, at a time limit, or when the launcher ends."""
 
 import os
 import signal
@@ -51,7 +51,7 @@ class StopRequest:
         return bool(self.reason)
 
     def loop_begins(self) -> None:
-        """From now on, if the launcher exits, save before this process exits."""
+        """Make the loop save before this process exits, if the launcher exits from now on."""
         LAUNCHER.ends_process = False
         for number in self._handlers:  # again, since an import may have replaced the handlers
             signal.signal(number, self._handle)
@@ -63,7 +63,7 @@ class StopRequest:
             self._first_signal_time = time.monotonic()
             failures.note_signal(name)
             note = f"{name}: saving and exiting within two steps; send it again after 5 s to exit"
-            # not print, which may be what the signal has interrupted
+            # not print: the signal may have interrupted a print
             os.write(2, f"{note} immediately\n".encode())
         elif time.monotonic() - self._first_signal_time > SECOND_SIGNAL_AFTER_SECONDS:
             raise KeyboardInterrupt(f"second signal, {name}")
@@ -71,7 +71,7 @@ class StopRequest:
     def __enter__(self) -> "StopRequest":
         if threading.current_thread() is threading.main_thread():
             numbers = {*STOP_SIGNALS}
-            # a closed terminal sends it (under nohup it is ignored), or torchrun forwards it
+            # a closed terminal sends SIGHUP (nohup ignores it), or torchrun forwards it
             is_ignored = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
             if not is_ignored or "TORCHELASTIC_RUN_ID" in os.environ:
                 numbers.add(signal.SIGHUP)

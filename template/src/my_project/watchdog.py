@@ -37,12 +37,12 @@ WAITING_FILES = tuple(
 class LastResort:
     """End this process if C code holds Python's lock (the GIL), so that the watchdog cannot run.
 
-    A timer of the kernel sends SIGVTALRM twice, unless it is set again before. The first signal
+    A kernel timer sends SIGVTALRM twice, unless the timer is set again before. The first signal
     only removes its own handler (System V semantics); the second finds no handler and ends the
     process. While a process is suspended (Ctrl-Z, a scheduler), the kernel keeps only one signal,
-    so a suspension never ends it, however long. Stacks are written shortly before the end, to a
-    file in the log folder or else to stderr; after a suspension they are written too, and removed
-    from the file again. Without glibc, faulthandler ends the process, and suspended time counts.
+    so a suspension never ends the process. Stacks are written shortly before the end, to a file in
+    the log folder or else to stderr; after a suspension they are written too, and removed from the
+    file again. Without glibc, faulthandler ends the process, and suspended time counts too.
     """
 
     def __init__(self, rank: int) -> None:
@@ -57,7 +57,7 @@ class LastResort:
             self.stacks = stacks_file(os.environ[LOGS], rank).open("ab")
 
     def set(self, seconds: float) -> None:
-        """End this process after so many seconds, not counting time in which it is suspended."""
+        """End this process after this many seconds, not counting time in which it is suspended."""
         if time.monotonic() > self.dumps_at and self.stacks != 2:
             self.stacks.truncate(0)
         self.dumps_at = time.monotonic() + 0.9 * seconds
@@ -80,10 +80,10 @@ class LastResort:
 class Watchdog:
     """End this process when it has made no progress for too long, and report where it stalled.
 
-    The long limit holds for startup, each micro-batch of an evaluation, saves and the end of a run;
-    the short limit holds for steps, once a step has been completed since. Time in which the process
-    was suspended (Ctrl-Z) or pdb waited for a command does not count. The limit does not depend on
-    the backend, so a loader or storage that hangs is noticed too.
+    The long limit applies to startup, saves, each micro-batch of an evaluation, the end of a run,
+    and the first step after any of these; the short limit applies to all other steps. Time in which
+    the process was suspended (Ctrl-Z) or pdb waited for a command does not count. The limit does
+    not depend on the backend, so a loader or storage that hangs is noticed too.
     """
 
     def __init__(self, run: Run) -> None:
@@ -167,7 +167,7 @@ def stacks() -> str:
 
 
 def name_nccl_traces(config: Config) -> None:
-    """Set the files to which NCCL writes its last collectives when one fails."""
+    """Set the path prefix of the files to which NCCL writes its last collectives if one fails."""
     trace = config.folder.absolute() / "errors" / "nccl_trace_rank_"
     os.environ.setdefault("TORCH_FR_DUMP_TEMP_FILE", str(trace))
 

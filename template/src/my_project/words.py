@@ -12,7 +12,7 @@ PACKAGE = __package__ or ""  # a copy of the loop has another name
 
 
 def short_path(file: str) -> str:
-    """Return a path relative to the current folder, if it is below it."""
+    """Return a path, relative to the current folder if it is inside that folder."""
     return os.path.relpath(file) if file.startswith(os.getcwd() + os.sep) else file
 
 
@@ -48,12 +48,12 @@ def format_metric(value: float | None) -> str:
 
 
 def shortened(text: str, length: int) -> str:
-    """Return a text, cut to at most `length` characters, of which "..." marks the cut."""
+    """Return a text cut to at most `length` characters, including the "..." at the cut."""
     return text if len(text) <= length else f"{text[: length - 3]}..."
 
 
 def rendered(answer: Any) -> str:
-    """Return an answer as text: it is one, or a table or another renderable of rich."""
+    """Return an answer as text; it is a string, or a table or another renderable of rich."""
     if isinstance(answer, str):
         return answer
     from rich.console import Console
@@ -63,19 +63,19 @@ def rendered(answer: Any) -> str:
     return file.getvalue()
 
 
-WIDTH = 80  # of the rule above a block
+WIDTH = 80  # characters in the rule above a block
 
 
 def rows(pairs: list[tuple[str, str]]) -> list[str]:
-    """Return names and values in two columns, without empty values."""
+    """Return names and values in two columns, without pairs whose value is empty."""
     return [f"  {name:8} {value}" for name, value in pairs if value]
 
 
 def print_block(title: str, lines: list[str], *, to: Any = None) -> None:
-    """Print a title under a rule, and lines."""
+    """Print a rule with a title, and the lines below it."""
     say(f"--- {title} ".ljust(WIDTH, "-"), *lines, to=to)
 
 
 def command_line(name: str, folder: Path) -> str:
-    """Return the command line of a command on a run."""
+    """Return the command line that runs a command on a run folder."""
     return f"python -m {PACKAGE} {name} {shlex.quote(str(folder))}"

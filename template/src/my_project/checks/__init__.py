@@ -1,1 +1,1 @@
-"""Find what would silently train wrong; each check has a switch in the config's `checks`."""
+"""Find what would silently make training wrong; the config's `checks` switch each check off."""

@@ -1,7 +1,7 @@
 """Compare data, code and the model between all ranks, and data and code with the last start.
 
-Ranks that differ end the run. A start may continue with other data or code, which is logged and
-recorded in metrics.jsonl. The run folder's agreement.json has what the next start compares.
+If ranks differ, the run ends. A start may continue with changed data or code; the change is logged
+and recorded in metrics.jsonl. The run folder's agreement.json has what the next start compares.
 """
 
 import json
@@ -36,15 +36,15 @@ REMEDY = (
     " nothing depend on the rank, and leave the division of the data to the loop."
 )
 OWN_GENERATOR = (
-    "draws from a generator of its own, which the loop cannot seed: a sample that was read twice"
-    " with one seed was not the same. Draw from torch, random or numpy.random, or create the"
+    "draws from a generator of its own, which the loop cannot seed: a sample changed when it was"
+    " read again with the same seed. Draw from torch, random or numpy.random, or create the"
     " generator for each sample from torch.initial_seed()."
 )
 
 
 @dataclass(kw_only=True)
 class Known:
-    """What one rank knows about a start."""
+    """What one rank knows about the data, code and model of a start."""
 
     data_info: dict[str, str] = field(default_factory=dict)  # hashes
     data: dict[str, Facts] = field(default_factory=dict)  # by the name of the dataset
@@ -52,7 +52,7 @@ class Known:
     model: list[str] = field(default_factory=list)  # the lines of its repr
 
     def differing_data(self, known: "Known") -> dict[str, str]:
-        """Return what differs in the datasets that both know, by name."""
+        """Return how datasets that both know differ, by name; equal datasets are left out."""
         both = [name for name in self.data if name in known.data]
         differences = {name: self.data[name].difference(known.data[name]) for name in both}
         return {name: text for name, text in differences.items() if text}
@@ -64,7 +64,7 @@ class Known:
 
     @classmethod
     def from_json(cls, saved: dict[str, Any]) -> "Known":
-        """Return what an earlier start has written; nothing if that is damaged."""
+        """Return what an earlier start has written; if it is damaged, an empty object."""
         try:
             data = {
                 name: Facts(**facts | {"length": int(facts["length"])})
@@ -85,7 +85,7 @@ class Agreement:
         train_set: Any,
         validation_sets: dict[str, Any],
     ) -> None:
-        """Begin to read samples, while the model is built. Called by every rank."""
+        """Begin to read samples, in parallel with building the model. Called by every rank."""
         self.findings = findings
         self.run = findings.run
         self.path = self.run.folder / FILE
@@ -104,24 +104,24 @@ class Agreement:
         self.reading = self._read() if is_on and not self.is_restart_in_place else None
 
     def _read(self, *, is_backward: bool = False) -> Reading:
-        """Read samples; those in lanes on one rank of each node.
+        """Read samples; those in lanes are read only by one rank of each node.
 
         A dataset with an open file is left out: another process would move the file's position.
         """
-        read = {name: data for name, data in self.datasets.items() if not open_file_in(data)}
+        sets = {name: data for name, data in self.datasets.items() if not open_file_in(data)}
         reads_streams = os.environ.get("LOCAL_RANK", "0") == "0"
-        read = {name: data for name, data in read.items() if reads_streams or not is_stream(data)}
-        return Reading(self.run.config, read, is_backward=is_backward)
+        sets = {name: data for name, data in sets.items() if reads_streams or not is_stream(data)}
+        return Reading(self.run.config, sets, is_backward=is_backward)
 
     def compare(self, model: nn.Module, *, is_resumed: bool) -> None:
         """Compare samples, code and model, except in a restart in place. Called by every rank.
 
         Args:
-            model: before it is wrapped.
+            model: the model, before it is wrapped.
             is_resumed: whether this start continues from a checkpoint.
 
         Raises:
-            ConfigError: ranks or starts that must agree differ.
+            ConfigError: ranks or starts differ, and config.checks says to end the run.
         """
         if self.is_restart_in_place:
             return
@@ -143,7 +143,7 @@ class Agreement:
             if types:
                 self.findings.passed("data", f"{name}: {', '.join(types)} cannot be compared")
         if self.run.rank == 0:
-            now = asdict(replace(own, data=saved.data | own.data))  # some may not have been read
+            now = asdict(replace(own, data=saved.data | own.data))  # keep unread ones
             del now["model"]
             with files.writing(self.run.folder):
                 # without fsync, which takes longer than the checks; a damaged file is ignored
@@ -183,7 +183,7 @@ class Agreement:
                 continue
             if differing:
                 problem = f"this start continues with other {check} than the last one"
-                problem += f": {'; '.join(differing)}. --run_name trains another run."
+                problem += f": {'; '.join(differing)}. To train a new run, set --run_name."
                 self.findings.add(check, problem)
             elif earlier.code:
                 self.findings.passed(check, "the same as in the last start")
@@ -198,19 +198,19 @@ def sources() -> dict[str, str]:
     for key, module in [*sys.modules.items()]:
         if is_installed_package(key.partition(".")[0]):
             continue
-        spec = getattr(module, "__spec__", None)  # what `python -m` runs has one; a script has not
+        spec = getattr(module, "__spec__", None)  # `python -m` sets it; a script has none
         name, file = getattr(spec, "name", ""), getattr(spec, "origin", None) or ""
         is_own = name.startswith(f"{PACKAGE}.")
         is_tool = f"{name}.".startswith(f"{PACKAGE}.tools.")
         if file.endswith(".py") and not is_tool and (is_own or not is_installed(name, file)):
-            with suppress(OSError):  # it was removed since its import, or is in an archive
+            with suppress(OSError):  # the file was removed since, or is in an archive
                 hashes[name] = content_hash(Path(file).read_bytes())
     return hashes
 
 
 @cache
 def is_installed_package(name: str) -> bool:
-    """Return whether a top-level package is installed, with all of its modules."""
+    """Return whether a top-level package, and so each of its modules, is installed."""
     spec = getattr(sys.modules.get(name), "__spec__", None)
     file = getattr(spec, "origin", None) or f"{name}.py"  # a folder or a script has no file
     is_own = name in (PACKAGE, "__main__")
@@ -218,7 +218,7 @@ def is_installed_package(name: str) -> bool:
 
 
 def is_installed(name: str, file: str) -> bool:
-    """Return whether a module is Python's or an installed package's, wherever that is."""
+    """Return whether a module is Python's or an installed package's, in any folder."""
     if file.startswith(PYTHON) or any(part in file for part in INSTALLED):
         return True
     levels = name.count(".") + file.endswith("/__init__.py")

@@ -1,10 +1,9 @@
-"""Read some samples of each dataset, and describe what they hold, so that it can be compared.
+"""Read some samples of each dataset, and describe their content, so that it can be compared.
 
-Integers, shapes, types and text are kept as hashes; for a path, only its last part counts.
-Floating-point values are kept as three numbers, since another type of CPU rounds differently. The
-samples are read in a process of their own, like a loader worker, while the model is built: the
-training process opens no file whose position its loader workers would share, and changes no
-dataset.
+Integers, shapes, types and text are kept as hashes; of a path, only the last part is hashed.
+Floating-point values are kept as three numbers, since another type of CPU rounds differently. A
+separate process, like a loader worker, reads the samples while the model is built. So the training
+process opens no file whose position its loader workers would share, and changes no dataset.
 """
 
 import dataclasses
@@ -27,11 +26,11 @@ from ..loading.layout import is_stream
 from ..loading.loader import ignore_signals_except_parents, tell_epoch
 from ..loading.seeding import derive_seed, seed_rng
 
-SAMPLES = 4  # of each dataset, evenly spaced
-SECONDS = 5.0  # to read them all; then as long again to wait, once the model is built
-MAX_PARTS = 64  # of a sample
-MAX_ITEMS = 8  # of a list
-ARRAYS = ("__array__", "__array_interface__")  # what arrays, tensors and images have
+SAMPLES = 4  # read from each dataset, evenly spaced
+SECONDS = 5.0  # to read them all; also the maximum wait for them once the model is built
+MAX_PARTS = 64  # that are compared of a sample
+MAX_ITEMS = 8  # that are compared of a list
+ARRAYS = ("__array__", "__array_interface__")  # attributes of arrays, tensors and images
 TOLERANCE = 1e-3  # of floating-point values, relative to their root mean square
 
 
@@ -45,12 +44,12 @@ class Facts:
 
     @property
     def unknown(self) -> list[str]:
-        """Return the types that cannot be compared."""
+        """Return the types of the parts that cannot be compared."""
         named = (part for sample in self.samples.values() for part in sample.items())
         return sorted({fact for name, fact in named if name.endswith("?")})
 
     def difference(self, known: "Facts") -> str:
-        """Return how it differs from another start's or rank's dataset; "" if it does not."""
+        """Return how the dataset differs from that of another start or rank; "" if it does not."""
         if self.length != known.length:
             return f"has {self.length:,} samples, not {known.length:,}"
         indices = differing_names(self.samples, known.samples)
@@ -73,7 +72,7 @@ def is_same(first: Any, second: Any) -> bool:
 
 
 class Reading:
-    """Read the samples in another process, from now on."""
+    """Read the samples in another process, which starts now."""
 
     def __init__(
         self, config: Config, datasets: Mapping[str, Any], *, is_backward: bool = False
@@ -81,10 +80,10 @@ class Reading:
         """Start the process.
 
         Args:
-            config: of the run.
-            datasets: map-style, or streams, by their names.
-            is_backward: read the last sample first. A dataset's own generator is forked in the same
-                state each time, so in the same order it would give the same samples.
+            config: the run's config.
+            datasets: map-style datasets or streams, by name.
+            is_backward: whether to read the last sample first. A dataset's own generator has the
+                same state in each new process: in the same order it would give the same samples.
         """
         method = config.batches.loader.get("multiprocessing_context")
         context: Any = multiprocessing.get_context(method)
@@ -92,12 +91,12 @@ class Reading:
         twice = config.batches.seed_samples is not True
         arguments = sender, datasets, config.seed, twice, is_backward
         self.process = context.Process(target=_read, args=arguments, daemon=True)
-        with suppress(AttributeError, TypeError, PicklingError):  # neither forked nor picklable
+        with suppress(AttributeError, TypeError, PicklingError):  # no fork, and not picklable
             self.process.start()
         sender.close()
 
     def facts(self) -> dict[str, Facts]:
-        """Return what is known about each dataset; {} if it was not read in time."""
+        """Return what is known about each dataset; {} if they were not read in time."""
         try:
             return self.pipe.recv() if self.pipe.poll(SECONDS) else {}
         except (EOFError, OSError):  # the process has died, or was not started
@@ -106,13 +105,13 @@ class Reading:
             self.pipe.close()
             if self.process.pid:
                 self.process.kill()
-                self.process.join(SECONDS)  # on storage that hangs, it does not end
+                self.process.join(SECONDS)  # it may not end while storage hangs
 
 
 def _read(
     pipe: Any, datasets: Mapping[str, Any], seed: int, twice: bool, is_backward: bool
 ) -> None:
-    """Send the facts of each dataset, in a process of its own."""
+    """Send the facts of all datasets; this runs in a separate process."""
     ignore_signals_except_parents(0)
     torch.set_num_threads(1)
     deadline = time.monotonic() + SECONDS
@@ -167,13 +166,13 @@ def parts(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def last_part(text: str) -> str:
-    """Return the last part of a path, whose folders may depend on the node; or all of a text."""
+    """Return a text, or only the last part if it is a path: its folders may depend on the node."""
     is_path = text.startswith(("/", "./", "../", "~")) or not any(map(str.isspace, text))
     return PurePath(text).name if is_path and "\n" not in text else text
 
 
 def numbers(value: Any, name: str) -> Iterator[tuple[str, Any]]:
-    """Yield the facts of an array of any library."""
+    """Yield the facts of a number, or of an array from any library."""
     if isinstance(value, torch.Tensor):
         value = value.detach().cpu().to_dense()
         kind = str(value.dtype).removeprefix("torch.")

@@ -21,7 +21,7 @@ class Findings:
     def __init__(self, accelerator: Accelerator, run: Run) -> None:
         self.accelerator = accelerator
         self.run = run
-        self.is_restart_in_place = False  # if so, its first step is not checked again
+        self.is_restart_in_place = False  # if True, the first step is not checked again
 
     def is_on(self, check: str) -> bool:
         """Return whether a check is switched on."""
@@ -40,14 +40,14 @@ class Findings:
         """
         if (level or getattr(self.run.config.checks, check)) == "end":
             raise ConfigError(
-                f"{problem} (--checks.{check} warn trains all the same; off does not check.)"
+                f"{problem} (With --checks.{check} warn, training goes on; off skips the check.)"
             )
         if self.run.rank == 0:
             logger.warning(problem)
             self.run.notes.append(("check", {"check": check, "problem": problem}))
 
     def passed(self, check: str, text: str) -> None:
-        """Log what a check has found to be right: in the log file, and on screen in a dry run."""
+        """Log that a check has passed: in the log file, and in a dry run also on screen."""
         if DRY_RUN in os.environ and self.run.rank == 0:
             logger.info("checks.%s: %s", check, text)
         elif LOGS in os.environ and self.run.rank == 0:
@@ -55,7 +55,7 @@ class Findings:
                 print(f"checks.{check}: {text}", file=sys.stderr)
 
     def gather(self, own: list[str]) -> dict[str, str]:
-        """Return what all ranks have found, each with its ranks and the host of the first.
+        """Return what all ranks have found, each text with its ranks and the host of the first one.
 
         Args:
             own: what this rank has found.

@@ -1,7 +1,7 @@
 """Check that all ranks hold the same weights and buffers, and that a forward changes no weights.
 
-Nothing is compared in a step. After the first step of a start and at each save, two numbers of each
-tensor are compared, by one all-reduce. Hashes would not do: on another type of CPU a rank rounds
+Nothing is compared in a step. After the first step of a start and at each save, two numbers for
+each tensor are compared, by all-reduce. Hashes would not do: on another type of CPU a rank rounds
 differently, which does no harm.
 """
 
@@ -28,7 +28,7 @@ CHUNK = 2**18  # elements of a tensor that are converted together
 
 REMEDY = (
     "Only the optimizer may change a parameter: set it in build_model, from samples read there, or"
-    " compute from it what the forward uses (also instead of nn.Embedding's max_norm)."
+    " let the forward use a value computed from it (also instead of nn.Embedding's max_norm)."
 )
 UNEQUAL = "after step {step} the ranks differ in the {kind} {names}, by {worst:.1e} of its norm"
 UNEQUAL_MESSAGES = {
@@ -38,7 +38,7 @@ UNEQUAL_MESSAGES = {
 }
 CHANGED = "a forward has changed the parameter {names}. " + REMEDY
 UNFROZEN = (
-    "{names}: requires_grad was False when this start began and is True now, which trains nothing:"
+    "{names}: requires_grad was False when this start began. It is True now, which has no effect:"
     " set it to True in build_model, or start another run from the weights."
 )
 NOT_TRAINING = (
@@ -51,11 +51,11 @@ class EqualRanks:
     """Compare weights and buffers between the ranks; watch what the first forwards change."""
 
     def __init__(self, findings: Findings, model: Any, accelerator: Accelerator) -> None:
-        """Begin a start, with its weights in place and the model in training mode.
+        """Begin a start; its weights are loaded, and the model is in training mode.
 
         Args:
-            findings: of this run.
-            model: prepared, without DDP (contract.RecipeModule).
+            findings: the findings of this run.
+            model: the prepared model, without DDP (contract.RecipeModule).
             accelerator: this process's Accelerator.
         """
         self.findings = findings
@@ -65,9 +65,9 @@ class EqualRanks:
         parameters = dict(self.model.named_parameters())
         self.trained = {name for name, p in parameters.items() if p.requires_grad}
         self.was_training = self.model.training
-        # named once: a buffer that only one rank adds later would change its all-reduce
+        # listed only here: a buffer that only one rank adds later would change its all-reduce
         modules = self.model.modules()
-        # cumulative averages, which each rank has over its own calls, as in torch (statistics.py)
+        # cumulative averages: each rank averages over its own calls, as in torch (statistics.py)
         left_out = {
             id(buffer)
             for module in modules
@@ -80,7 +80,7 @@ class EqualRanks:
         meshes = [p.device_mesh for p in parameters.values() if isinstance(p, DTensor)]
         if not meshes:
             self.compared["parameter"] = [*parameters], None
-        elif meshes[0].ndim > 1:  # HSDP: between replicas; without it each shard is there once
+        elif meshes[0].ndim > 1:  # HSDP: between replicas; without it there is one of each shard
             self.compared["parameter"] = [*parameters], meshes[0].get_group(0)
         self.reported: dict[tuple[str, str], set[str]] = defaultdict(set)
         self.before: dict[str, Tensor] = {}  # sketches
@@ -93,10 +93,10 @@ class EqualRanks:
             self._note_before("", model)
 
     def after_forward(self) -> None:
-        """Check what the first forward of the first two steps has changed, in a single process.
+        """Check, in a single process, what the first forward of the first two steps has changed.
 
-        A weight clipped regardless of the data changes in each step; one set from the first batch
-        changes once. Several ranks compare their weights instead.
+        A weight that is clipped regardless of the data changes in each step; a weight that is set
+        from the first batch changes once. Several ranks compare their weights instead.
         """
         if self.hooks or not self.before:
             return
@@ -109,7 +109,7 @@ class EqualRanks:
 
     def after_step(self) -> None:
         """Compare after the first step of this start."""
-        if self.findings.is_restart_in_place:  # saves are compared
+        if self.findings.is_restart_in_place:  # saves still compare
             return
         if self.hooks:
             self._report(CHANGED, set().union(*self.changed))
@@ -137,11 +137,11 @@ class EqualRanks:
                 self._report(UNEQUAL_MESSAGES[kind], unequal, level, **values)
 
     def _differences(self, names: list[str], group: Any) -> dict[str, float]:
-        """Return the difference within a group for each tensor, relative to its norm."""
+        """Return, for each tensor, the difference within a group, relative to the norm."""
         device = self.accelerator.device
         tensors = dict(self.model.named_parameters()) | dict(self.model.named_buffers())
         numbers = torch.stack([sketch(tensors[name]).to(device) for name in names])
-        largest = torch.stack([numbers, -numbers])  # and the smallest, by the same all-reduce
+        largest = torch.stack([numbers, -numbers])  # one all-reduce also finds the smallest
         torch.distributed.all_reduce(largest, ReduceOp.MAX, group)
         spread = (largest.sum(0) / largest[0, :, :1].clamp(min=1e-30)).amax(1)
         torch.distributed.all_reduce(spread, ReduceOp.MAX)  # of all groups
@@ -149,13 +149,13 @@ class EqualRanks:
 
     # ---- what a forward changes ------------------------------------------------------------------
     def _watch_gathered(self) -> None:
-        """Watch the first step of a sharded model, whose weights are whole only in a forward."""
+        """Watch the first step of a sharded model, which has whole weights only in a forward."""
         named = self.wrapper.named_modules()
         sharded: list[Any] = [pair for pair in named if isinstance(pair[1], FSDPModule)]
         compiled = [m for m in self.wrapper.modules() if m._compiled_call_impl is not None]
         inside = {id(part) for module in compiled for part in module.modules()}
         for prefix, module in sharded:
-            # compiled code would be compiled twice more: with the hooks, then without
+            # hooks would make compiled code compile twice more: with them, then without
             if id(module) not in inside:
                 before = partial(self._note_before, prefix)
                 after = partial(self._note_changed, prefix)
@@ -182,7 +182,7 @@ class EqualRanks:
     def _report(
         self, problem: str, names: Iterable[str], level: str = "warn", **values: Any
     ) -> None:
-        """Report a problem with these names, each name once at a level."""
+        """Report a problem with these names; each name is reported once per problem and level."""
         reported = self.reported[problem, level]
         if new := sorted({*names} - reported):
             reported.update(new)
@@ -193,20 +193,20 @@ class EqualRanks:
 # ---- two numbers of a tensor ---------------------------------------------------------------------
 @cache
 def fixed_numbers(device: torch.device, dtype: torch.dtype) -> Tensor:
-    """Return numbers between -1 and 1 in no order.
+    """Return fixed numbers between -1 and 1, in no order.
 
-    Signs would not do: two values under the same sign could swap places without a change of the
-    product.
+    Signs alone would not do: two values with the same sign could swap places without a change of
+    the product.
     """
     return torch.arange(CHUNK, dtype=torch.float64).square().cos().to(device, dtype)
 
 
 @torch.no_grad()
 def sketch(tensor: Tensor) -> Tensor:
-    """Return the norm of a tensor, and its product with fixed numbers.
+    """Return the norm of a tensor, and its dot product with fixed numbers.
 
-    Each chunk is multiplied by the same numbers, and the products by further ones, so that chunks
-    that change places are noticed too. Integers are compared exactly: their norm counts as 1.
+    Each chunk is multiplied by the same numbers, and its product by a number of its own, so that
+    chunks that change places are noticed. Integers are compared exactly: their norm is set to 1.
     """
     tensor = tensor.to_local() if isinstance(tensor, DTensor) else tensor
     tensor = torch.view_as_real(tensor) if tensor.is_complex() else tensor
@@ -216,9 +216,9 @@ def sketch(tensor: Tensor) -> Tensor:
     narrow = torch.float32 if is_float and tensor.element_size() <= 4 else wide
     fixed = fixed_numbers(tensor.device, narrow)
     chunks = (chunk.to(narrow) for chunk in tensor.reshape(-1).split(CHUNK))
-    with torch.autocast(tensor.device.type, enabled=False):  # in a forward that is checked
+    with torch.autocast(tensor.device.type, enabled=False):  # a checked forward may use it
         numbers = [torch.stack([chunk.norm(), chunk @ fixed[: len(chunk)]]) for chunk in chunks]
     norms, products = torch.stack(numbers).to(wide).unbind(1)
     norm = norms.norm() if is_float else torch.ones_like(norms[0])
     product = products @ fixed_numbers(tensor.device, wide)[: len(products)]
-    return torch.stack([norm, product]).nan_to_num(1e30, 1e30, 1e30)  # such as for a mask of -inf
+    return torch.stack([norm, product]).nan_to_num(1e30, 1e30, 1e30)  # for example, a mask of -inf

@@ -29,7 +29,7 @@ from .findings import Findings
 MIN_SAMPLES, MAX_SAMPLES = 4, 8  # half of 2 is one sample, often a special case in a recipe
 TOLERANCE = 0.02  # relative: padding moves the outputs of a correct model a little
 SAME = 1e-4  # relative: how much two equal forwards may differ
-MEAN_RATIOS = 0.4, 0.6  # of a whole to the sum of its halves, if loss returns a mean
+MEAN_RATIOS = 0.4, 0.6  # the whole's loss / the sum of its halves' losses, if loss returns a mean
 
 
 # ---- loss and num_items --------------------------------------------------------------------------
@@ -38,16 +38,16 @@ def check_sums(
 ) -> None:
     """Compare what `loss` returns for a few samples and for their halves. Called by every rank.
 
-    First in the precision of training, where the sum must be float32; then in evaluation mode,
-    without gradients, uncompiled and in full precision. The samples are the same on every rank, and
-    weights and buffers are restored. For a stream the first validation set is read, since a lane
-    may take long to open.
+    All forwards are in evaluation mode, without gradients and uncompiled: the first one in the
+    precision of training, where the sum must be float32, the others in full precision. The samples
+    are the same on every rank, and weights and buffers are restored. For a stream, the first
+    validation set is read, since a lane may take long to open.
 
     Args:
-        findings: of this run.
-        model: prepared, without DDP (contract.RecipeModule).
-        train_set: its first samples are read, in a loader worker if there are any.
-        validation_sets: by name.
+        findings: the findings of this run.
+        model: the prepared model, without DDP (contract.RecipeModule).
+        train_set: the training set; its first samples are read, by a loader worker if there is one.
+        validation_sets: the validation sets, by name.
 
     Raises:
         ConfigError: loss returns values of another form, or a sum in a lower precision.
@@ -74,7 +74,7 @@ def check_sums(
             return np.array([float(value) for value in recipe.loss(plain, batch, 0)[:2]])
 
     def call(function: Callable, batch: Any) -> Any:
-        """Raise an error after the forward: inside it, FSDP would leave the forward unfinished."""
+        """Call a function in a forward; raise its error afterwards, so that FSDP can finish it."""
         errors: list[Exception] = []
 
         def catching(plain: nn.Module, batch: Any) -> Any:
@@ -97,15 +97,15 @@ def check_sums(
             order = permutation(len(data), config.seed, 0)(np.arange(count))
             collate = partial(whole_and_halves, optional(recipe, "collate") or default_collate)
             fetch = Fetch(data, collate, config.seed, batches.seed_samples)
-            brief = {"max_workers": 1, "persistent_workers": False, "pin_memory": False}
+            options = {"max_workers": 1, "persistent_workers": False, "pin_memory": False}
             keys = [[(0, index) for index in order.tolist()]]
-            (read,) = make_loader(batches, fetch, device, batch_sampler=keys, **brief)
+            (read,) = make_loader(batches, fetch, device, batch_sampler=keys, **options)
             call(check_returned, read[0][0])
             if not getattr(recipe, "compares_samples", False):
                 problem = sums_problem(returned, count)
         except ConfigError:
             raise
-        except Exception as error:  # loss need not take a batch of another size
+        except Exception as error:  # loss need not accept batches of another size
             reason = " ".join(f"{type(error).__name__}: {error}".split())
             findings.passed("recipe", f"loss could not be compared with its halves: {reason}")
     if problem := on_main_then_broadcast(accelerator, lambda: problem):
@@ -128,7 +128,7 @@ def whole_and_halves(collate: Callable, samples: list[Any]) -> list[list[Any]]:
 
 
 def sums_problem(returned: Callable[[int, int], np.ndarray], count: int) -> str:
-    """Return what is wrong with what a loss returns, or an empty string.
+    """Return what is wrong with the values that a loss returns; "" if they are sums.
 
     Args:
         returned: gives (loss_sum, num_items) for a seed, 0 to 2, and a part of the samples: 0 for
@@ -141,15 +141,15 @@ def sums_problem(returned: Callable[[int, int], np.ndarray], count: int) -> str:
     size = np.maximum(abs(whole), abs(first) + abs(second))
     loss_adds_up, items_add_up = abs(whole - first - second) <= TOLERANCE * size
     if abs(sums[1, 0] - whole)[0] > SAME * size[0]:
-        # a VAE, diffusion, masked tokens: halves draw other numbers, so only a mean is recognized
+        # in a VAE, diffusion or masking, halves draw other numbers, so only a mean is recognized
         ratios = sums[:, 0, 0] / sums[:, 1:, 0].sum(1)
         loss_adds_up = not ((ratios > MEAN_RATIOS[0]) & (ratios < MEAN_RATIOS[1])).all()
         items_add_up |= (sums[..., 1] != sums[0, :, 1]).any()  # num_items is drawn too
     if abs(again - whole)[0] > SAME * size[0]:
         return (
             f"returned {whole[0]:.5g} and later {again[0]:.5g} for the same {count} samples and"
-            " seed: it counts its calls, or draws from a generator of its own. Use its argument"
-            " step, and the global generators."
+            " seed: it counts its calls, or draws from a generator of its own. Use the"
+            " argument step instead of a count, and the global generators."
         )
     if not np.isfinite(sums[0]).all() or (loss_adds_up and items_add_up):
         return ""
@@ -167,7 +167,7 @@ def sums_problem(returned: Callable[[int, int], np.ndarray], count: int) -> str:
 
 # ---- what has no effect --------------------------------------------------------------------------
 def check_settings(findings: Findings) -> None:
-    """Warn of an average that stays near the initial weights, and of misspelled methods."""
+    """Warn of averaged weights that stay near the initial ones, and of misspelled methods."""
     if not findings.is_on("recipe"):
         return
     config = findings.run.config
@@ -181,9 +181,9 @@ def check_settings(findings: Findings) -> None:
 
 
 def misspelled(recipe: Recipe) -> dict[str, str]:
-    """Return methods named almost like an optional one that a recipe lacks, with that name.
+    """Map the recipe's methods to missing optional methods of almost the same name.
 
-    They take its arguments too, unlike most methods of the recipe's own, such as `exported`.
+    They also accept the arguments of the optional method, unlike most others, such as `exported`.
     """
     missing = [name for name in PARAMETERS if optional(recipe, name) is None]
     methods = {name for name, value in getmembers_static(type(recipe)) if isroutine(value)}

@@ -13,7 +13,7 @@ from .recipe import check_settings, check_sums
 
 
 class Checks:
-    """Find what would silently train wrong; nothing is compared in a step."""
+    """Find what would silently make training wrong; nothing is compared within a step."""
 
     def __init__(
         self,
@@ -30,7 +30,7 @@ class Checks:
         self.validation_sets = validation_sets
         self.findings = Findings(accelerator, run)
         self.agreement = Agreement(self.findings, data_info, train_set, validation_sets)
-        self.forwards: set[int] = set()  # the steps of which a forward has been checked
+        self.forwards: set[int] = set()  # the steps in which a forward has been checked
 
     def compare(self, model: nn.Module, *, is_resumed: bool) -> None:
         """Compare samples, code and model between ranks, and with the last start."""
@@ -42,7 +42,7 @@ class Checks:
         check_sums(self.findings, model, self.train_set, self.validation_sets)
 
     def watch(self, model: Any) -> None:
-        """Watch the weights from here on; they are loaded."""
+        """Watch the weights from here on; they have been loaded."""
         self.ranks = EqualRanks(self.findings, model, self.accelerator)
         self.first_step = self.run.step
 

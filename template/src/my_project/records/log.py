@@ -16,11 +16,11 @@ from ..run_folder import FINISHED_BEFORE, Run
 from ..words import format_metric, format_seconds, printable, processes, say, shortened
 
 logger = logging.getLogger(__name__)
-SAMPLE_CHARACTERS = 500  # logged of the recipe's text
+SAMPLE_CHARACTERS = 500  # maximum length of the recipe's text in the log
 
 
 def log_record(record: Record, total_steps: int) -> None:
-    """Log a record of metrics.jsonl; the entry has its kind, for filters of the logger."""
+    """Log a record of metrics.jsonl; the log entry has the record's kind, for logging filters."""
     if line := format_record(record, total_steps):
         logger.info(line, extra={"kind": record.kind})
 
@@ -90,13 +90,13 @@ def log_start(
     if layout.is_uneven and not run.config.batches.micro_batch_size:
         logger.info(
             "dropout, BatchNorm and losses that compare samples depend on how the global batch is"
-            " divided; with batches.micro_batch_size set, any number of processes gives the same"
+            " divided; set batches.micro_batch_size for equal results on any number of processes"
         )
     logger.info(f"resumed from {resume_from}" if resume_from else "starting at step 0")
 
 
 def log_finished(run: Run, *, before: bool = False) -> None:
-    """Log the result of a run, from an earlier start or now, unless the launcher shows it."""
+    """Log the result of a run that has finished, now or before, unless the launcher shows it."""
     if before:
         done, asked = run.status().step, run.total_steps
         length = f"finished: {done} steps, you asked for {asked}; " if done > asked else ""
@@ -104,6 +104,6 @@ def log_finished(run: Run, *, before: bool = False) -> None:
     if LOGS not in os.environ:
         status = run.status()
         parts = [f"finished, {status.reason}: weights in {run.folder / 'export'}"]
-        results = status.result or {}  # a full disk may not have taken the status
+        results = status.result or {}  # not written if the disk was full
         parts += [f"{name} {format_metric(value)}" for name, value in results.items()]
         say("; ".join(filter(None, [", ".join(parts), status.note])))

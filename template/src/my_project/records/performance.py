@@ -30,7 +30,7 @@ PAUSES = ("evaluation", "saving")
 
 
 class Performance:
-    """Measure speed, pauses, waits for data, and all ranks, for the records of intervals."""
+    """Measure speed, pauses, waits for data and differences between ranks, for each interval."""
 
     def __init__(
         self, run: Run, accelerator: Accelerator, layout: BatchLayout, model: nn.Module
@@ -40,8 +40,8 @@ class Performance:
         Args:
             run: the run folder.
             accelerator: this process's Accelerator.
-            layout: the global batch's division.
-            model: prepared.
+            layout: the division of the global batch.
+            model: the prepared model.
         """
         self.run = run
         self.layout = layout
@@ -53,12 +53,12 @@ class Performance:
         self.throughput = Throughput(accelerator, run.config, layout, model)
         # compiled kernels are not counted as operators, and recomputed operators would count twice
         self.throughput.is_counted |= self.is_compiled or is_recomputed
-        # for steps that have ended but are not observed yet, since their numbers come one step
-        # later: the time of the end, and the wait for data
+        # by step: when it ended, and its wait for data; only for steps that are not observed yet,
+        # since their numbers come one step later
         self.ended: dict[int, tuple[float, float]] = {}
         self.data_seconds = 0.0  # of the current step
-        self.reports: RankReports | None = None  # of an interval that is not written yet
-        self.clock = time.perf_counter()  # the end of the interval, if it ended now
+        self.reports: RankReports | None = None  # for an interval that is not written yet
+        self.clock = time.perf_counter()  # the end of the interval so far
         self._begin_interval()
 
     def write(self, record: Record) -> None:
@@ -81,7 +81,7 @@ class Performance:
         """Note when a step ended.
 
         Args:
-            step: steps done.
+            step: the number of steps done.
         """
         self.ended[step] = time.perf_counter(), self.data_seconds
         self.data_seconds = 0.0
@@ -100,7 +100,7 @@ class Performance:
         self.interval_seconds["data"] += data_seconds
 
     def stop(self) -> None:
-        """End with the last step, whether or not its numbers were observed."""
+        """End the last interval now, even if the last step's numbers were not observed."""
         self.throughput.end_counting()
         self.clock = time.perf_counter()
 
@@ -108,12 +108,12 @@ class Performance:
         self.interval_began = self.clock
         self.interval_steps = 0  # of this process
         self.interval_items = 0.0  # of all ranks
-        self.interval_own_seconds = 0.0  # before this rank needed the others
+        self.interval_own_seconds = 0.0  # until this rank needed the others
         self.interval_seconds: dict[str, float] = dict.fromkeys(("data", *PAUSES), 0.0)
         self.compilations_before = compilations() if self.is_compiled else 0
 
     def end_interval(self) -> dict[str, Any]:
-        """Return this rank's fields; begin to gather those of all ranks, and a new interval."""
+        """Return this rank's fields; begin to gather the ranks' reports; begin a new interval."""
         steps, seconds = self.interval_steps, self.interval_seconds
         whole = self.clock - self.interval_began
         without_pauses = whole - sum(seconds[name] for name in PAUSES)
@@ -147,7 +147,7 @@ def compilations() -> int:
 
 # ---- speed ---------------------------------------------------------------------------------------
 # Peak TFLOP/s of a device without sparsity, from the makers' data sheets: 16 bit (bf16, or fp16 if
-# there is no bf16), TF32, float32. The first whose name is a word of the device's name is taken.
+# there is no bf16), TF32, float32. The first entry that is a word of the device's name is used.
 PEAK_TFLOPS = {
     "B200": (2250, 1125, 75),
     "GB200": (2500, 1250, 80),
@@ -187,7 +187,7 @@ def peak_tflops(device: Any, precision: str, *, tf32: bool) -> float | None:
     if device.type != "cuda":
         return None
     name = torch.cuda.get_device_name(device)
-    if re.search(r"\b(MIG|Laptop|Max-Q|D|Ti)\b", name):  # parts and other editions of a GPU
+    if re.search(r"\b(MIG|Laptop|Max-Q|D|Ti)\b", name):  # partitions and other editions of a GPU
         return None
     for part, peaks in PEAK_TFLOPS.items():
         if re.search(rf"(?<![\w-]){part}(?!\w)", name):
@@ -205,13 +205,13 @@ class Throughput:
         layout: BatchLayout,
         model: nn.Module,
     ) -> None:
-        """Ask the recipe for the FLOPs of an item (flops_per_item).
+        """Ask the recipe for the FLOPs per item (flops_per_item).
 
         Args:
             accelerator: this process's Accelerator.
             config: the run's config.
-            layout: the global batch's division.
-            model: prepared.
+            layout: the division of the global batch.
+            model: the prepared model.
         """
         self.layout = layout
         self.steps = 0  # since this process started
@@ -275,28 +275,28 @@ class RankReports:
         """Start to gather; the host does not wait for a GPU.
 
         Args:
-            own_seconds: of this rank, per step, until it needs the other ranks.
-            data_seconds: how many of these it waits for data.
+            own_seconds: seconds per step of this rank, until it needs the other ranks.
+            data_seconds: how many of these seconds it waits for data.
             world_size: the number of ranks.
-            device: of this rank.
+            device: this rank's device.
         """
         sensors = peak_memory_bytes(device), gpu_utilization(device)
         is_cuda = device.type == "cuda"  # a copy from unpinned memory would wait for the GPU
-        everywhere = torch.tensor([[own_seconds, data_seconds, *sensors]], pin_memory=is_cuda)
+        reports = torch.tensor([[own_seconds, data_seconds, *sensors]], pin_memory=is_cuda)
         self.work: Any = None
         if world_size > 1:
-            mine = everywhere.to(device, non_blocking=True)
-            everywhere = mine.new_empty(world_size, mine.shape[1])
-            self.work = torch.distributed.all_gather_into_tensor(everywhere, mine, async_op=True)
+            own_report = reports.to(device, non_blocking=True)
+            reports = own_report.new_empty(world_size, own_report.shape[1])
+            self.work = torch.distributed.all_gather_into_tensor(reports, own_report, async_op=True)
             if is_cuda:
                 self.work.wait()  # blocks the CUDA stream, not the host
-        self.copy = HostCopy(everywhere)
+        self.copy = HostCopy(reports)
 
     def summarize(self, hosts: list[str]) -> dict[str, Any]:
         """Wait for the reports; return the fields of a record about all ranks.
 
         Args:
-            hosts: by rank.
+            hosts: the host of each rank.
         """
         if self.work:
             self.work.wait()
@@ -310,8 +310,8 @@ class RankReports:
         fields["slowest_rank"] = slowest
         fields["slowest_host"] = hosts[slowest]
         fields["peak_memory_bytes"] = int(max(memory))
-        if known := [value for value in utilization if not math.isnan(value)]:
-            fields["gpu_utilization"] = statistics.fmean(known)
+        if measured := [value for value in utilization if not math.isnan(value)]:
+            fields["gpu_utilization"] = statistics.fmean(measured)
         return fields
 
 

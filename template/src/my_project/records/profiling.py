@@ -5,8 +5,8 @@ Each of these ranks writes into the run folder
     profile/rank_00000_steps_20_25.json.gz   for https://ui.perfetto.dev or chrome://tracing
     profile/rank_00000_steps_20_25.txt       torch's table of the operators that took most time
 
-One step before the first is a warm-up, which is not recorded. The profiler itself takes time, so
-the speed of an interval with profiled steps says little. Nothing that fails here ends the run.
+The step before the first one is a warm-up, which is not recorded. The profiler itself takes time,
+so an interval with profiled steps is slower than others. Nothing that fails here ends the run.
 """
 
 import logging
@@ -23,7 +23,7 @@ from ..files import discard
 from ..run_folder import Run
 
 logger = logging.getLogger(__name__)
-OPERATORS = 15  # in the table
+OPERATORS = 15  # rows of the table
 
 
 class Profiler:
@@ -37,7 +37,7 @@ class Profiler:
         self.profile: torch.profiler.profile | None = None
 
     def wrap_batches(self, batches: Iterable[Any]) -> Iterable[Any]:
-        """Begin at the first micro-batch: an evaluation before it is not profiled."""
+        """Begin at the first micro-batch, so that no evaluation before it is profiled."""
         config = self.run.config.profile
         is_profiled = config.window and self.run.rank in config.ranks
         return self._profiled(batches) if is_profiled else batches
@@ -47,15 +47,15 @@ class Profiler:
         yield from batches
 
     def _begin(self, step: int) -> None:
-        """Begin after this many steps: 0, or where the run continues."""
+        """Begin after this many steps: 0, or the step from which the run continues."""
         config = self.run.config.profile
         first, self.last = config.window or (0, 0)
         self.first = max(first, step + 1)
         if self.last <= step:
-            logger.warning("no step of profile.steps is left after step %d: none is profiled", step)
+            logger.warning("profile.steps has no step after step %d, so none is profiled", step)
             return
         plan = schedule(wait=first - 1, warmup=1, active=self.last - first + 1, repeat=1)
-        # otherwise it reports an error on stderr on a machine without a GPU
+        # otherwise Kineto prints an error to stderr on a machine without a GPU
         os.environ.setdefault("KINETO_LOG_LEVEL", "99")
         on_gpu = [ProfilerActivity.CUDA] if self.device.type == "cuda" else []
         self.profile = torch.profiler.profile(
@@ -77,7 +77,7 @@ class Profiler:
             self._try(self.profile.step)
 
     def stop(self) -> None:
-        """End, and write what was recorded; a run may fail or be stopped in any step."""
+        """End the profile and write it; a run may fail or be stopped in any step."""
         profile, self.profile = self.profile, None
         if profile:
             self._try(profile.stop)
@@ -91,7 +91,7 @@ class Profiler:
 
     def _write(self, profile: torch.profiler.profile) -> None:
         """Write the trace and the table."""
-        last = max(self.run.step, self.first)  # a run may fail in the first of the steps
+        last = max(self.run.step, self.first)  # a run may fail in the first of these steps
         self.folder.mkdir(parents=True, exist_ok=True)
         path = self.folder / f"rank_{self.run.rank:05d}_steps_{self.first}_{last}"
         for name in (f"{path}.json.gz", f"{path}.txt"):

@@ -1,17 +1,17 @@
 """Write the records of a run into metrics.jsonl and the log, and pass them on to the outputs.
 
-It only records; state.py and the loop decide. docs/run-folder.md describes the records. A start
-drops those that are newer than its checkpoint; while a run goes on, lines are only appended.
+This module only records; state.py and the loop decide. docs/run-folder.md describes the records. A
+start drops those that are newer than its checkpoint; after that, lines are only appended.
 
-An output gets all that is recorded. It has __init__(run, accelerator, layout, model), and any
-of these methods that it needs; start and write are called only on rank 0:
+An output gets all that is recorded. It has __init__(run, accelerator, layout, model), and those of
+the following methods that it needs; start and write are called only on rank 0:
 
     check(config)               a static method: refuse settings, before anything is written
     start(step, newest)         before the first record; for `newest` see RecordFile
     wrap_batches(batches)       return the micro-batches of all steps; called once
     step_ended(step)            this many steps are done
     observe(report)             the numbers of a step, after the next step or before a pause
-    end_interval()              return fields of the record of an interval; it may begin to gather
+    end_interval()              return fields of an interval's record; may begin to gather more
     gathered()                  return more fields, once all ranks are a step further or waiting
     pause(kind)                 training waits for "evaluation" or "saving"
     resume(kind, seconds)       training has waited this long for it
@@ -19,9 +19,9 @@ of these methods that it needs; start and write are called only on rank 0:
     of_run()                    return fields for the status of a finished run
     stop()                      no step follows, but records may
     failed()                    an exception ends the run
-    close()                     in reverse order
+    close()                     called last, on the outputs in reverse order
 
-To delete one, delete its file, its import and its name in OUTPUTS below, and its settings in
+To delete an output, delete its file, its import and its name in OUTPUTS below, and its settings in
 config.py:
 
     Performance: records/performance.py, telemetry.peak_tflops
@@ -75,7 +75,7 @@ def check_outputs(config: Config) -> None:
 
 
 def call(outputs: Iterable[Any], name: str, *arguments: Any) -> list[Any]:
-    """Call a method of each output that has it; return what these have returned."""
+    """Call a method of each output that has it; return the results."""
     return [getattr(output, name)(*arguments) for output in outputs if hasattr(output, name)]
 
 
@@ -95,16 +95,16 @@ class Recorder:
         Args:
             accelerator: this process's Accelerator.
             run: the run folder.
-            layout: the global batch's division.
-            state: contains the sums since the last record, which are part of the checkpoint.
-            model: prepared.
+            layout: the division of the global batch.
+            state: the training state, with the sums since the last record.
+            model: the prepared model.
         """
         self.run = run
         self.every_steps = run.config.telemetry.every_steps
         self.layout = layout
         self.state = state
         self.is_main = accelerator.is_main_process
-        samples = run.lengths.get("the training set", 0)  # a stream has none
+        samples = run.lengths.get("the training set", 0)  # a stream has no length
         self.steps_per_epoch = samples // layout.global_batch_size
         self.file = RecordFile(run)
         self.outputs = [kind(run, accelerator, layout, model) for kind in OUTPUTS]
@@ -135,14 +135,14 @@ class Recorder:
             call(self.outputs, "stop")
             if kind is NotFiniteError and self.last:  # the steps that ended the run
                 self._end_interval(self.last)
-            self._write_pending(wait=kind is None)  # another rank may be gone
+            self._write_pending(wait=kind is None)  # after an error, ranks may be gone
         finally:
             if kind:
                 call(self.outputs, "failed")
             call(reversed(self.outputs), "close")
 
     def write(self, kind: str, values: dict[str, Json], step: int | None = None) -> None:
-        """Write a record everywhere, on rank 0; by default, of the steps that are done."""
+        """Write a record to file, outputs and log, on rank 0; `step` defaults to the steps done."""
         if not self.is_main:
             return
         step = self.state.step if step is None else step
@@ -169,7 +169,7 @@ class Recorder:
             self._write_pending()
 
     def of_run(self) -> dict[str, float]:
-        """Return what a finished run's status says about the whole run, besides results."""
+        """Return what the outputs add to a finished run's status, besides results."""
         return self._fields("of_run")
 
     # ---- the step --------------------------------------------------------------------------------
@@ -184,7 +184,7 @@ class Recorder:
         """Note that a step ended; its numbers come after the next step or before a pause.
 
         Args:
-            step: counted from 0.
+            step: the step, counted from 0.
         """
         call(self.outputs, "step_ended", step + 1)
         if self.run.first_step_time is None:
@@ -206,7 +206,7 @@ class Recorder:
     # ---- the interval ----------------------------------------------------------------------------
     def observe(self, report: StepReport) -> None:
         """Count a finished step, and record the interval that ends with it."""
-        if self.pending or self.run.notes:  # rarely so
+        if self.pending or self.run.notes:  # rarely true
             self._write_pending()
         self.last = report
         self.rate = learning_rate(
@@ -220,10 +220,10 @@ class Recorder:
                 self._write_pending()
 
     def _end_interval(self, report: StepReport) -> None:
-        """Begin the record of an interval, which is written once the other ranks' part is there.
+        """Begin the record of an interval; it is written once the other ranks' reports are there.
 
         Args:
-            report: of its last step.
+            report: the report of the interval's last step.
         """
         state = self.state
         items = state.interval_num_items or math.nan
@@ -246,7 +246,7 @@ class Recorder:
         """Write the record that is waiting for the other ranks' reports, and the run's notes.
 
         Args:
-            wait: whether to wait for these reports; this is then called on all ranks.
+            wait: whether to wait for these reports; if so, all ranks have to call this.
         """
         if self.pending:
             (step, values), self.pending = self.pending, None
@@ -268,23 +268,23 @@ class RecordFile:
     def __init__(self, run: Run) -> None:
         self.run = run
         self.path = run.folder / "metrics.jsonl"
-        self.unwritten = b""  # lines that a full disk has not taken yet
+        self.unwritten = b""  # lines that could not be written yet
         self.elapsed_before = 0.0  # seconds in earlier starts of the run
         self.newest: dict[str, int] = {}  # by kind: the step of the last record before this start
 
     def drop_newer(self, state: TrainState) -> None:
         """Drop the records that are newer than the state, and a last line that a kill has cut.
 
-        Only the end of the file is read and written; if that has other damage, a copy is kept.
+        Only the end of the file is read and written; if it has other damage, a copy is kept.
         """
         if not os.path.lexists(self.path):
             return
-        again = {"numerics"}  # kinds that this start writes again for the state's step
+        rewritten = {"numerics"}  # kinds that this start writes again for the state's step
         if state.evaluated_step != state.step:
-            again.add("evaluation")
+            rewritten.add("evaluation")
         is_damaged = False
         kept: list[bytes] = []  # lines of the state's step, the last one first
-        size = 0  # of the older lines
+        size = 0  # bytes of the older lines
         with writing(self.run.folder):
             for at, line, record in each_record_backward(self.path):
                 if record.is_damaged:
@@ -293,7 +293,7 @@ class RecordFile:
                 kind, step = record.kind, record.step
                 self.newest[kind] = max(step, self.newest.get(kind, 0))
                 is_older = step < state.step
-                if is_older or (step == state.step and kind not in again):
+                if is_older or (step == state.step and kind not in rewritten):
                     self.elapsed_before = max(record.elapsed_seconds, self.elapsed_before)
                     if is_older:
                         size = at + len(line)
@@ -303,7 +303,7 @@ class RecordFile:
             if is_damaged:
                 aside = unused_name(self.path, "damaged")
                 shutil.copyfile(self.path, aside)
-                logger.warning("%s has damaged lines: a copy is %s", self.path, aside.name)
+                logger.warning("%s has damaged lines; %s is a copy", self.path, aside.name)
             with open_own(self.path, "rb+") as file:
                 file.seek(size)
                 file.writelines(reversed(kept))

@@ -1,8 +1,8 @@
-"""Show the recipe's answers at each evaluation: `predict_samples` for some validation samples.
+"""Show, at each evaluation, what the recipe's `predict_samples` answers for validation samples.
 
-<run folder>/samples/step_00000110/ holds answers.txt and what the recipe has written, such as
-pictures. An error here is only a warning, unless the model is sharded: then the other ranks would
-wait in a gather for the one that failed.
+<run folder>/samples/step_00000110/ contains answers.txt and files that the recipe has written, such
+as pictures. An error here is only a warning, unless the model is sharded: the other ranks would
+then wait in a gather for the rank that failed.
 """
 
 import logging
@@ -31,13 +31,13 @@ from ..run_folder import Run
 from ..words import rendered, short_path, shortened
 
 logger = logging.getLogger(__name__)
-KEPT = 3  # of the newest folders, so that a long run does not fill the disk
-MAX_CHARACTERS = 10_000  # of a text in the record; the file holds all of it
+KEPT = 3  # how many folders, the newest: a long run must not fill the disk
+MAX_CHARACTERS = 10_000  # of a text in the record; the file has the whole text
 IMAGES = {".png", ".jpg", ".jpeg", ".webp", ".gif", ".bmp"}
 
 
 class LoadedSubset(Subset):
-    """A torch.utils.data.Subset whose samples have been loaded."""
+    """A torch.utils.data.Subset whose samples are already loaded."""
 
     def __init__(self, data: Any, indices: list[int], loaded: Any) -> None:
         super().__init__(data, indices)
@@ -61,14 +61,14 @@ def show(
 
     Args:
         accelerator: this process's Accelerator.
-        run: the run folder, at its step.
-        model: prepared; called with a function of the plain model (contract.RecipeModule).
-        data_info: from prepare_data.
-        validation_sets: by name; the samples are of the first.
+        run: the run folder.
+        model: the prepared model, called with a function of the plain one (contract.RecipeModule).
+        data_info: the result of prepare_data.
+        validation_sets: the validation sets, by name; the samples are from the first one.
 
     Returns:
-        On rank 0, if the recipe gives them: "sample", a text, and "pictures", paths relative to the
-        run folder. Otherwise nothing.
+        On rank 0, if the recipe gives them, "sample" (a text) and "pictures" (paths relative to the
+        run folder); otherwise {}.
     """
     config, device = run.config, accelerator.device
     predict_samples = optional(config.recipe, "predict_samples")
@@ -94,7 +94,7 @@ def show(
 
 @contextmanager
 def reported() -> Iterator[None]:
-    """Log an error in a line, with the line of code; training goes on."""
+    """Log an error of the block in one line, with its place in the code; training goes on."""
     try:
         yield
     except Exception as error:
@@ -112,15 +112,15 @@ def read(config: Config, data: Any, device: torch.device) -> LoadedSubset:
     indices = evenly_spaced(data, config.evaluation.samples)
     fetch = Fetch(data, identity, config.seed, config.batches.seed_samples)
     keys = [[("evaluation", i) for i in indices]]
-    brief = {"max_workers": 1, "persistent_workers": False, "pin_memory": False}
-    loader = make_loader(config.batches, fetch, torch.device("cpu"), batch_sampler=keys, **brief)
+    options = {"max_workers": 1, "persistent_workers": False, "pin_memory": False}
+    loader = make_loader(config.batches, fetch, torch.device("cpu"), batch_sampler=keys, **options)
     (loaded,) = loader
     return LoadedSubset(data, indices, send_to_device(loaded, device))
 
 
 # ---- files ---------------------------------------------------------------------------------------
 def keep(run: Run, answer: str, answers: Path) -> dict[str, Any]:
-    """Write the answer and copy files into the run folder, and remove older ones."""
+    """Write the answer and copy files into a folder for this step, and remove older folders."""
     files = sorted(path for path in answers.iterdir() if path.is_file())
     if not answer and not files:
         return {}

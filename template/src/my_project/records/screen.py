@@ -2,8 +2,8 @@
 
     step 196/330 [###########         ] 59%  loss 0.4312  52 s left  lr 9.1e-03  3,021 samples/s
 
-The bar is drawn by the steps themselves, so a debugger that stops one has the terminal. What a
-recipe prints begins behind the bar.
+The steps themselves draw the bar, so it leaves the terminal alone while a debugger stops a step.
+What a recipe prints begins behind the bar, on the same line.
 """
 
 import logging
@@ -51,9 +51,9 @@ class Screen:
     def is_shown(self, entry: logging.LogRecord) -> bool:
         """Return whether a line stays above the bar: of records, only an evaluation's does.
 
-        The bar shows what the others say, and the log file still has their lines.
+        The bar shows the content of the others, whose lines still go to the log file.
         """
-        kind = getattr(entry, "kind", None)  # None: not a record's
+        kind = getattr(entry, "kind", None)  # None: not the line of a record
         if not self.is_terminal or kind in (None, "evaluation"):
             return True
         if LOGS in os.environ:
@@ -98,15 +98,15 @@ class Screen:
         parts = filter(None, (self.waits_for, *self.numbers))
         width = shutil.get_terminal_size().columns - 1
         text = f"step {self.step}/{self.total_steps}"
-        for part in (bar, *(f"  {part}" for part in parts)):  # whole parts, as far as they fit
+        for part in (bar, *(f"  {part}" for part in parts)):  # only whole parts that fit
             if len(text) + len(part) > width:
                 break
             text += part
         self._put(f"\r\x1b[K{text[:width]}")
 
     def _put(self, text: str) -> None:
-        """Write to the terminal alone: what is printed to sys.stdout has a copy in the log file."""
+        """Write to the terminal alone: what goes to sys.stdout is copied to the log file too."""
         terminal: Any = sys.__stdout__
-        with suppress(OSError):  # a terminal that was closed: the run goes on, to save
+        with suppress(OSError):  # the terminal was closed; the run goes on, so that it can save
             terminal.write(text)
             terminal.flush()

@@ -1,10 +1,10 @@
-"""Log to accelerate's trackers, by their names, each in a daemon thread with a queue.
+"""Log to accelerate's trackers, given by name, each in a daemon thread with a queue.
 
-An exception, a SystemExit, or a wait that releases Python's lock (the GIL) costs records in that
-tracker and nothing else. A run does not survive os._exit, or C code that keeps the lock.
+If a tracker raises an exception or SystemExit, or waits without holding the GIL, the run loses only
+records in that tracker. A run does not survive os._exit, or C code that holds the GIL for good.
 
-The project is named after the package (for W&B, WANDB_PROJECT comes first). A resumed run goes on
-in TensorBoard and W&B, which get texts and pictures too; any other tracker gets a run per start.
+The project is named after the package (W&B prefers WANDB_PROJECT). TensorBoard and W&B continue the
+curves of a resumed run, and get texts and pictures too; any other tracker gets a run per start.
 """
 
 import logging
@@ -31,31 +31,31 @@ from ..run_folder import Run
 
 logger = logging.getLogger(__name__)
 WITH_NUMBERS = {"interval", "evaluation", "checkpoint"}  # kinds of records
-LEFT_OUT = {"steps", "skipped", "slowest_rank"}  # of their values
-START_SECONDS = 30.0  # before the first step: loader workers should not fork beside its imports
+LEFT_OUT = {"steps", "skipped", "slowest_rank"}  # names of fields
+START_SECONDS = 30.0  # before the first step: no loader worker should fork while a tracker imports
 FINISH_SECONDS = 30.0
-FAILED_SECONDS = 2.0  # to finish if the run has failed: other ranks wait for the report of why
+FAILED_SECONDS = 2.0  # to finish after a failure: other ranks wait until this rank reports it
 MAX_WAITING = 10_000  # records
 WITH_SAMPLES = {"tensorboard", "wandb"}  # trackers that take texts and pictures
 
 
 class TrackerThread(threading.Thread):
-    """A thread that opens a tracker, and then calls the functions in its queue with it."""
+    """A thread that opens a tracker, and then calls the functions in the queue with it."""
 
     def __init__(self, name: str, open_tracker: Callable[[], Any]) -> None:
         super().__init__(name=name, daemon=True)
         self.open_tracker = open_tracker
         self.queue: queue.Queue[tuple[str, Callable[[Any], Any]]] = queue.Queue(MAX_WAITING)
-        self.is_open = threading.Event()  # set, too, once it has failed
+        self.is_open = threading.Event()  # also set if it has failed
         self.start()
 
     def put(self, action: str, function: Callable[[Any], Any]) -> None:
-        """Let the thread call a function of the tracker, unless the tracker has failed."""
+        """Queue a function to be called with the tracker; do nothing if the tracker has failed."""
         if self.is_alive():
             try:
                 self.queue.put_nowait((action, function))
             except queue.Full:
-                report(self.name, action, f"{MAX_WAITING} records wait for it", "loses this one")
+                report(self.name, action, f"{MAX_WAITING} records wait for it", "loses this record")
 
     def run(self) -> None:
         """Work until the tracker has finished or failed."""
@@ -95,9 +95,9 @@ class Trackers:
         """Open the trackers, and wait for them for a while.
 
         Args:
-            step: steps done; a resumed run continues the same curves.
-            logged: by kind, the step of the newest record that an earlier start has logged. A
-                killed run repeats steps whose values W&B already has.
+            step: the number of steps done.
+            logged: by kind, the step of the newest record that an earlier start has logged. A run
+                that was killed repeats steps whose values W&B already has.
         """
         self.logged = logged
         for name in self.run.config.telemetry.trackers:
@@ -106,14 +106,14 @@ class Trackers:
         for thread in self.threads:
             if not thread.is_open.wait(max(0.0, deadline - time.monotonic())):
                 report(thread.name, "start", f"{START_SECONDS:.0f} s", "is waited for no longer")
-        for link in [*self.run.trackers.values()]:  # a late tracker may add one
+        for link in [*self.run.trackers.values()]:  # a slow tracker may add one meanwhile
             logger.info(link)
 
     def _open(self, name: str, step: int) -> Any:
         """Open a tracker by accelerate's class, as init_trackers does; called in its thread."""
         config, kind = self.run.config, LOGGER_TYPE_TO_CLASS[name]
         where = (config.runs_folder,) if kind.requires_logging_directory else ()
-        if name == "tensorboard":  # takes the run's name in place of the project's
+        if name == "tensorboard":  # its class takes the name of the run, not of the project
             tracker = kind(config.run_name, *where, purge_step=step + 1)
             tracker.start()
             # store_init_configuration would open another file, which is shown as another run
@@ -149,7 +149,7 @@ class Trackers:
             [self.run.folder / str(path) for path in names] if isinstance(names, list) else []
         )
         for thread in self.threads:
-            # TensorBoard discards what comes after the step that a run resumes from
+            # TensorBoard itself discards values after the step that a run resumes from
             if thread.name == "wandb" and self.logged.get(kind, -1) >= step:
                 continue
             if values:
@@ -176,7 +176,7 @@ class Trackers:
 def report(
     tracker: str, action: str, reason: BaseException | str, effect: str = "is disabled"
 ) -> None:
-    """Log in one line which tracker failed and why; for a slow one, the limit it exceeded."""
+    """Log in one line which tracker failed and why; if it was slow, which limit it exceeded."""
     text = reason if isinstance(reason, str) else f"{type(reason).__name__}: {reason}"
     text = " ".join(text.split())
     logger.error("tracker %s could not %s and %s: %s", tracker, action, effect, text)
@@ -198,7 +198,7 @@ def tracked_values(record: Record) -> dict[str, float]:
 
 
 def log_values(tracker: Any, values: dict[str, float], step: int) -> None:
-    """Log numbers; to TensorBoard as one event, which takes a fifth of the time of one each."""
+    """Log numbers; to TensorBoard as one event: one per number would take five times as long."""
     if tracker.name != "tensorboard":
         tracker.log({**values}, step=step)
         return
@@ -209,7 +209,7 @@ def log_values(tracker: Any, values: dict[str, float], step: int) -> None:
 
 
 def show(tracker: Any, text: str, pictures: list[Path], step: int) -> None:
-    """Log a text with its line breaks, and pictures by the names of their files."""
+    """Log a text with its line breaks, and pictures under the names of their files."""
     is_wandb = tracker.name == "wandb"
     try:
         if text and is_wandb:

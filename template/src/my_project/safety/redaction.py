@@ -2,14 +2,14 @@
 
 A setting is a secret if its name ends in token, password, passwd, passphrase, secret or api key
 (also access, secret or private key), as in hub_token, --api-key, hftoken, secrets or token_1; other
-names do not count (token_count, secretary). `tokens` counts only after a word such as access
-(access_tokens, not max_tokens). Special tokens of a tokenizer are not secrets: names such as
+names do not count (token_count, secretary). The ending `tokens` counts only after a word such as
+access (access_tokens, not max_tokens). Special tokens of a tokenizer are not secrets: names such as
 eos_token, and values of a field ending in token that are in brackets (<image>, [INST]) or have
 fewer than 6 characters.
 
-Settings that hold secrets are refused. In text, secrets are masked; so are values named
-credentials, pwd or authorization, and bearer tokens. A secret without such a name is found only if
-it is the value of a secret environment variable and has at least 8 characters.
+Settings with secrets are refused. In text, secrets are masked, and so are values named credentials,
+pwd or authorization, and bearer tokens. A secret without such a name is found only if it is also
+the value of an environment variable with such a name, and has at least 8 characters.
 """
 
 import dataclasses
@@ -33,7 +33,7 @@ SPECIAL_TOKEN_END = re.compile(
     r"|placeholder|sep|soft|start|stop|trigger|unk)_?token$"
 )
 MASKED_END = re.compile("(credentials?|pwd|authorization)$")
-# The environment variables that run.json records, unless they are secrets by their names.
+# The environment variables that run.json records, unless their names are those of secrets.
 RECORDED_VARIABLES = re.compile(
     r"(ACCELERATE|CUBLAS|CUDA|FSDP|GLOO|NCCL|OMP|PARALLELISM_CONFIG|PYTORCH|TORCH|TORCHELASTIC)_\w+"
     r"|SLURM_(JOB_ID|JOB_NUM_NODES|RESTART_COUNT)|(LOCAL_)?WORLD_SIZE|MASTER_(ADDR|PORT)|FI_EFA_\w+"
@@ -75,7 +75,7 @@ def mask(text: str) -> str:
 
 
 def mask_unnamed(text: str) -> str:
-    """Mask secrets that need no name: known values, bearer tokens, credentials in URLs."""
+    """Mask secrets found without a name: known values, bearer tokens, credentials in URLs."""
     for value in sorted(_known_secrets(), key=len, reverse=True):
         text = text.replace(value, MASK)
     return IN_URL.sub(MASK, BEARER.sub(MASK, text))
@@ -106,7 +106,7 @@ def _mask_value(match: re.Match[str]) -> str:
 
 
 def _known_secrets() -> Iterator[str]:
-    """Yield the secrets in the environment."""
+    """Yield the values of secret environment variables."""
     for name in os.environ:  # items() would decode each value, for each line of a log
         if is_secret(name) and len(value := os.environ[name]) >= 8:
             yield value
@@ -121,17 +121,17 @@ class MaskedFormatter(logging.Formatter):
 
 
 def secrets_in(settings: Any, name: str = "", secret: str = "") -> Iterator[str]:
-    """Yield the dotted names of the settings that hold a secret.
+    """Yield the dotted names of the settings that contain a secret.
 
-    Secrets are strings and bytes under a secret's name (and numbers, unless it ends in token), also
-    inside lists, sets, groups and dictionaries; and any string with credentials in a URL or
-    with a value that is known from the environment. Other text may contain names of secrets, as a
-    prompt does ("Password: ...").
+    Secrets are strings and bytes under a secret's name (and numbers, unless the name ends in
+    token), also inside lists, sets, groups and dictionaries. Strings that contain credentials in a
+    URL, or the value of a secret environment variable, are secrets too. Other text may contain the
+    names of secrets, as a prompt does ("Password: ...").
 
     Args:
         settings: a dataclass, or the value of a setting.
         name: the dotted name of the setting.
-        secret: the name of the innermost secret above the setting.
+        secret: the name of the innermost secret that the setting is part of; "" if there is none.
     """
     secret = name if is_secret(name) else secret
     is_token = _snake_case(secret).endswith(("token", "tokens", "secrets"))

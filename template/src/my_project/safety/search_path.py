@@ -1,8 +1,8 @@
 """Keep Python from importing files of an untrusted folder.
 
-`python -m` puts the current folder first on sys.path, which may be an untrusted run folder.
-So __main__.py calls this module before any other import, and it imports only modules
-that Python has already imported. It cannot protect the imports of `python -m` itself (such as
+`python -m` puts the current folder first on sys.path; it may be an untrusted run folder. So
+__main__.py calls this module before any other import, and this module imports only modules that
+Python has already imported. It cannot protect the imports of `python -m` itself (such as
 contextlib.py or the package's name): `python -P -m` leaves the current folder out from the start.
 """
 
@@ -31,9 +31,9 @@ def leave_out_untrusted(command: str, arguments: list[str]) -> None:
     """Remove untrusted folders from sys.path, before a command of this package runs.
 
     A command on the user's own config imports its recipe, from the current folder too. A command on
-    weights imports from the current folder only if this package is in it, which makes it the user's
-    project, or if code is trusted by name (then after all installed code); never from a folder of
-    weights. All other commands import only this package and what is installed.
+    weights never imports from a folder of weights. It imports from the current folder only if this
+    package is in it, which makes it the user's project, or if code is trusted by name (the folder
+    is then last on the path). All other commands import only this package and installed code.
     """
     if command in ON_OWN_CONFIG:
         return

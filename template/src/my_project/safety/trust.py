@@ -3,10 +3,10 @@
 Weights are data, but the config.yaml beside them names classes, and importing a class runs code. So
 commands.py reads only the recipe and a few numbers from the file, and jsonargparse imports only:
 
-- the recipe's class and other dataclasses, if this package defines them; what the recipe's module
-  defines;
-- what a YAML file in this project's `configs/` names. The project is the folder with the package's
-  `src`, or with pyproject.toml beside the package; or the current folder, if the package is in it;
+- the recipe's class and other dataclasses, if this package defines them, and what the recipe's
+  module defines;
+- what a YAML file in this project's `configs/` names. The project is the folder that contains the
+  package or its `src`; also the current folder, if the package is in it;
 - what --trust names.
 
 Files in the folder of the weights do not belong to this project and are never imported.
@@ -44,9 +44,9 @@ def read_config(path: Path, trusted: Iterable[str] = (), given: Path | None = No
     """Read the settings that prediction and evaluation need from an untrusted config.yaml.
 
     Args:
-        path: of the file.
+        path: the path of the file.
         trusted: class paths that may be imported besides this project's own classes.
-        given: the folder on the command line; the default is the folder of the file.
+        given: the folder of weights on the command line; by default the folder of the file.
 
     Raises:
         ConfigError: the file names a class that is not trusted, or is not a config.
@@ -70,7 +70,7 @@ def read_config(path: Path, trusted: Iterable[str] = (), given: Path | None = No
     allowed: dict[str, Any] = {}
     for dotted in filter(_is_dotted, _strings(recipe)):
         if dotted in trusted or dotted.startswith(f"{PACKAGE}."):
-            with suppress(ImportError, AttributeError, ValueError):  # a file's name, or a mistake
+            with suppress(ImportError, AttributeError, ValueError):  # not a class, or misspelled
                 resolved: Any = pkgutil.resolve_name(dotted)
                 definition = f"{resolved.__module__}.{resolved.__qualname__}"
                 if dotted in trusted or is_dataclass(resolved):
@@ -97,7 +97,7 @@ def _pick(saved: Any, names: Iterable[str]) -> dict[str, Any]:
 
 @contextmanager
 def _importing_only(paths: Iterable[str]) -> Iterator[None]:
-    """Let the values that are parsed import only these paths and what is below them."""
+    """Let jsonargparse import only these paths and what is below them."""
     before = dict(_common.parsing_settings)  # jsonargparse cannot undo a policy
     set_parsing_settings(
         import_path_denylist=["*"],
@@ -111,7 +111,7 @@ def _importing_only(paths: Iterable[str]) -> Iterator[None]:
 
 
 def _refused_path(error: BaseException | None) -> str | None:
-    """Return the path that jsonargparse refused to import; its class of error is not public."""
+    """Return the path that jsonargparse refused to import; the class of its error is private."""
     while error:
         if match := re.search(r"Importing '([\w.]+)' is not allowed", str(error)):
             return match[1]
@@ -125,7 +125,7 @@ def _is_dotted(name: str) -> bool:
 
 
 def _named_in_configs(weights: str) -> Iterator[str]:
-    """Yield the strings in the configs/ of this project, unless that is the folder of weights."""
+    """Yield the strings in this project's configs/, unless it is inside the folder of weights."""
     package = Path(__file__).resolve()
     source = package.parents[(__package__ or "").count(".") + 1]
     for project in (source.parent if source.name == "src" else source, Path.cwd()):
