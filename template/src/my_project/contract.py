@@ -85,11 +85,13 @@ def build_datasets(
         sets = {"the training set": train} | validation_sets
     for name, data in sets.items():
         if isinstance(data, type) or not isinstance(name, str):
-            refuse(recipe, "build_datasets", f"returned, as {name!r}, {described(data)}.")
+            problem = f"returned, as {name!r}, {described(data)}"
+            refuse(recipe, "build_datasets", f"{problem}; use a string, and an object.")
         # torch's IterableDataset has a __getitem__, but it only raises
         if isinstance(data, IterableDataset) or not hasattr(data, "__getitem__"):
             problem = f"returned {type(data).__name__} as {name}, which has no index (data[i])"
-            refuse(recipe, "build_datasets", f"{problem} and no lanes (see recipe.py).")
+            remedy = " or lanes (see recipe.py)" if data is train else ""
+            refuse(recipe, "build_datasets", f"{problem}: give it a method __getitem__{remedy}.")
         if not hasattr(data, "__len__"):
             problem = f"returned {described(data)} as {name}, which has no length"
             refuse(recipe, "build_datasets", f"{problem}: give it a method __len__.")
@@ -266,8 +268,9 @@ def best_mode(metric: Any, result: str, name: str) -> str:
         modes.add("max" if declared == {True} else "min")
     if len(modes) != 1:
         raise ConfigError(
-            f"evaluation.best_mode is null, and neither torchmetrics nor the name says whether a"
-            f" higher or a lower {result} is better: set evaluation.best_mode to max or min."
+            f"evaluation.best_mode is null, and torchmetrics and the name do not tell, or disagree"
+            f" on, whether a higher or a lower {result} is better: set evaluation.best_mode to max"
+            " or min."
         )
     return modes.pop()
 
