@@ -278,7 +278,7 @@ def train_step(t: Training, micro_batches: Iterator[Any]) -> None:
             if step == t.first_step and j == 0:
                 t.sums.set_names(contract.check_loss(recipe, returned))
             t.checks.after_forward(step)
-            if is_repeated:  # so that every rank makes the same number of passes
+            if is_repeated:  # a rank with fewer micro-batches repeats one, with weight 0
                 returned = contract.with_zero_weight(returned)
             loss_sum, num_items, *scalars = returned
             sums.add(loss_sum, num_items, *scalars)
@@ -293,7 +293,7 @@ def train_step(t: Training, micro_batches: Iterator[Any]) -> None:
     # undo the averaging by DDP or FSDP2, and divide by the items of the whole global batch: this
     # gives the gradient of the mean loss per item
     normalizer = t.layout.world_size / sums.num_items
-    norm = optim.normalize_and_clip_(  # a local list would keep the gradients alive
+    norm = optim.normalize_and_clip_(  # a variable with the gradients would keep them alive
         optim.gradients(t.parameters), normalizer, config.optim.clip_norm
     )
     optim.step_if_finite(t.optimizer, norm)  # scaler.step would wait for the device
@@ -301,7 +301,7 @@ def train_step(t: Training, micro_batches: Iterator[Any]) -> None:
         t.statistics.finish(sums, norm)
     if t.scaler:
         t.scaler.update()
-    t.optimizer.zero_grad()  # zeros in DDP's buckets: see parallel.keep_gradients_in_buckets
+    t.optimizer.zero_grad()  # under DDP, to zeros: see parallel.keep_gradients_in_buckets
     if t.ema:
         t.ema.update()  # even after a skipped step
     state.step = t.run.step = step + 1  # skipped steps count too
