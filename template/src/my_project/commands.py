@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from .config import Config, ConfigError
 from .exits import make_parser, run, run_on_all_ranks
 from .process import LAUNCHER
-from .recipe import PARAMETERS, Recipe, optional
+from .recipe import PARAMETERS, DataInfo, Recipe, optional
 from .run_files import local_folder
 from .safety.search_path import run_folder
 from .words import format_metric, rendered, say
@@ -95,7 +95,7 @@ def print_evaluation(arguments: argparse.Namespace, output: Any = None) -> int:
 
 
 def prepared_model(
-    accelerator: "Accelerator", config: Config, data_info: dict[str, Any], plain: Any = None
+    accelerator: "Accelerator", config: Config, data_info: DataInfo, plain: Any = None
 ) -> Any:
     """Return a model prepared for evaluation. Called by every rank.
 

@@ -23,7 +23,7 @@ from .config import Config, ConfigError, to_yaml
 from .loading.layout import is_stream
 from .loading.seeding import derive_seed, permutation, seed_rng
 from .process import world
-from .recipe import Recipe, optional, problems, source_location
+from .recipe import DataInfo, Dataset, Recipe, optional, problems, source_location
 from .words import shortened
 
 logger = logging.getLogger(__name__)
@@ -42,7 +42,7 @@ def check_recipe(config: Config) -> None:
     to_yaml(config)
 
 
-def described(value: Any) -> str:
+def described(value: object) -> str:
     """Describe in words what a method has returned."""
     if isinstance(value, type):
         return f"the class {value.__name__}, not an object of it"
@@ -53,8 +53,8 @@ def described(value: Any) -> str:
 
 # ---- datasets ------------------------------------------------------------------------------------
 def build_datasets(
-    recipe: Recipe, data_info: dict[str, Any], config: Config | None = None
-) -> tuple[Any, dict[str, Any]]:
+    recipe: Recipe, data_info: DataInfo, config: Config | None = None
+) -> tuple[Dataset, dict[str, Dataset]]:
     """Call the recipe's build_datasets.
 
     The random state is the same on every rank, in every start and for every seed of the config, so
@@ -81,7 +81,7 @@ def build_datasets(
         )
     train, validation_sets = returned[0], dict(returned[1])
     sets = validation_sets
-    if not is_stream(train):
+    if not is_stream(returned[0]):
         sets = {"the training set": train} | validation_sets
     for name, data in sets.items():
         if isinstance(data, type) or not isinstance(name, str):
@@ -104,7 +104,7 @@ def build_datasets(
 
 
 # ---- model and loss ------------------------------------------------------------------------------
-def build_model(config: Config, data_info: dict[str, Any]) -> nn.Module:
+def build_model(config: Config, data_info: DataInfo) -> nn.Module:
     """Call the recipe's build_model; what it draws follows from the config's seed.
 
     Raises:
@@ -126,7 +126,7 @@ def build_model(config: Config, data_info: dict[str, Any]) -> nn.Module:
     return model
 
 
-def check_model(recipe: Recipe, method: str, model: Any) -> None:
+def check_model(recipe: Recipe, method: str, model: object) -> None:
     """Check that build_model or load has returned a model."""
     if not isinstance(model, nn.Module):
         refuse(recipe, method, f"returned {described(model)}; it must return a torch.nn.Module.")
@@ -284,7 +284,7 @@ def scalars(recipe: Recipe, name: str, value: Any) -> dict[str, float]:
         refuse(recipe, "build_metrics", problem)
 
 
-def check_best_metric(config: Config, validation_sets: dict[str, Any]) -> Config:
+def check_best_metric(config: Config, validation_sets: dict[str, Dataset]) -> Config:
     """Check the recipe's metrics, and that an evaluation will compute best_metric.
 
     Returns:

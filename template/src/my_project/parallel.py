@@ -19,13 +19,14 @@ from .contract import RecipeModule
 from .loading.layout import batch_layout
 from .optim import has_sparse_gradients
 from .process import world
+from .recipe import DataInfo
 from .sharding import build_for_sharding, is_sharding, set_gradient_sharding, wrap_for_sharding
 
 
 def build_model(
     accelerator: Accelerator,
     config: Config,
-    data_info: dict[str, Any],
+    data_info: DataInfo,
     resume_from: Path | None = None,
 ) -> tuple[nn.Module, dict[str, Tensor] | None]:
     """Build the model on the device or, where FSDP will shard it, without its weights.

@@ -32,6 +32,7 @@ from .blocks import blocks, compile_blocks_in_place
 from .config import Config, ConfigError
 from .contract import RecipeModule, build_model
 from .ranks import on_main_then_broadcast
+from .recipe import DataInfo
 
 logger = logging.getLogger(__name__)
 
@@ -219,7 +220,7 @@ def wrap_for_sharding(
 
 
 def model_for_sharding(
-    accelerator: Accelerator, config: Config, data_info: dict[str, Any]
+    accelerator: Accelerator, config: Config, data_info: DataInfo
 ) -> RecipeModule:
     """Return a sharded model for evaluation; the caller fills its shards."""
     build_whole = partial(build_model, config, data_info)

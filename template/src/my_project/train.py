@@ -5,6 +5,7 @@ accelerate launch --config_file accelerate_configs/cpu_2_processes.yaml \
 """
 
 from .config import Config
+from .recipe import DataInfo, Dataset
 from .settings import parse_command_line
 
 # Before torch is imported, so that --help and a wrong config answer immediately.
@@ -73,8 +74,8 @@ class Training:
     accelerator: Accelerator
     layout: BatchLayout  # how a global batch is divided
     passes: list[tuple[int, bool]]  # of this rank in a step: (micro-batch, is it a repeat)
-    data_info: dict[str, Any]  # from the recipe's prepare_data
-    validation_sets: dict[str, Any]  # by name
+    data_info: DataInfo  # from the recipe's prepare_data
+    validation_sets: dict[str, Dataset]  # by name
     batches: Any  # the micro-batches of this rank
     model: nn.Module  # the recipe's
     wrapped_model: Any  # in DDP or FSDP2, autocast and torch.compile
@@ -142,9 +143,9 @@ def build(
     layout: BatchLayout,
     accelerator: Accelerator,
     stop: StopRequest,
-    data_info: dict[str, Any],
-    train_set: Any,
-    validation_sets: dict[str, Any],
+    data_info: DataInfo,
+    train_set: Dataset,
+    validation_sets: dict[str, Dataset],
 ) -> Training:
     """Build model, optimizer and state, new or resumed. Called by every rank.
 

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from .. import contract
 from ..config import to_yaml
 from ..model_card import write_model_card
-from ..recipe import optional
+from ..recipe import DataInfo, optional
 from ..run_folder import Run
 from .saving import Checkpoints, Read
 from .shards import in_file_order, is_sharded, model_tensors, require_finite, save_tensors
@@ -28,7 +28,7 @@ from .shards import in_file_order, is_sharded, model_tensors, require_finite, sa
 
 def export(
     run: Run,
-    data_info: dict[str, Any],
+    data_info: DataInfo,
     model: nn.Module,
     checkpoints: Checkpoints,
     name: str = "export",

@@ -23,7 +23,7 @@ from ..loading.loader import Fetch, make_loader
 from ..loading.seeding import permutation, seed_forward, seed_rng
 from ..process import DRY_RUN
 from ..ranks import on_main_then_broadcast
-from ..recipe import PARAMETERS, Recipe, optional, source_location
+from ..recipe import PARAMETERS, Dataset, Recipe, optional, source_location
 from .findings import Findings
 
 MIN_SAMPLES, MAX_SAMPLES = 4, 8  # half of 2 is one sample, often a special case in a recipe
@@ -34,7 +34,7 @@ MEAN_RATIOS = 0.4, 0.6  # of a whole to the sum of its halves, if loss returns a
 
 # ---- loss and num_items --------------------------------------------------------------------------
 def check_sums(
-    findings: Findings, model: Any, train_set: Any, validation_sets: dict[str, Any]
+    findings: Findings, model: Any, train_set: Dataset, validation_sets: dict[str, Dataset]
 ) -> None:
     """Compare what `loss` returns for a few samples and for their halves. Called by every rank.
 

@@ -5,6 +5,7 @@ from typing import Any
 from accelerate import Accelerator
 from torch import nn
 
+from ..recipe import DataInfo, Dataset
 from ..run_folder import Run
 from .agreement import Agreement
 from .findings import Findings
@@ -19,9 +20,9 @@ class Checks:
         self,
         accelerator: Accelerator,
         run: Run,
-        data_info: dict[str, Any],
-        train_set: Any,
-        validation_sets: dict[str, Any],
+        data_info: DataInfo,
+        train_set: Dataset,
+        validation_sets: dict[str, Dataset],
     ) -> None:
         """Begin to read samples, while the model is built."""
         self.accelerator = accelerator

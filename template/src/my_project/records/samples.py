@@ -26,7 +26,7 @@ from ..files import discard
 from ..loading.layout import evenly_spaced
 from ..loading.loader import Fetch, identity, make_loader
 from ..loading.seeding import seed_forward
-from ..recipe import optional
+from ..recipe import DataInfo, Dataset, optional
 from ..run_folder import Run
 from ..words import rendered, short_path, shortened
 
@@ -54,8 +54,8 @@ def show(
     accelerator: Accelerator,
     run: Run,
     model: Any,
-    data_info: dict[str, Any],
-    validation_sets: dict[str, Any],
+    data_info: DataInfo,
+    validation_sets: dict[str, Dataset],
 ) -> dict[str, Any]:
     """Let the recipe answer with the current weights. Called by every rank after an evaluation.
 
