@@ -117,11 +117,12 @@ Under FSDP, all ranks must call the same blocks in each forward, or the run hang
 import inspect
 from collections.abc import Callable
 from dataclasses import fields
-from typing import Any, Protocol, TypeAlias
+from typing import Any, Protocol, TypeAlias, TypeVar
 
 from .files import Json
 
 DataInfo: TypeAlias = dict[str, Json]  # what prepare_data returns
+Batch = TypeVar("Batch")
 
 
 class Dataset(Protocol):
@@ -130,6 +131,9 @@ class Dataset(Protocol):
     def __len__(self) -> int: ...
 
     def __getitem__(self, index: int, /) -> Any: ...
+
+
+Datasets: TypeAlias = dict[str, Dataset]  # by name
 
 
 class Stream(Protocol):

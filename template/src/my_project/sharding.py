@@ -89,11 +89,11 @@ def is_sharding(accelerator: Accelerator) -> bool:
     return accelerator.distributed_type == DistributedType.FSDP
 
 
-def kind_of(accelerator: Accelerator) -> str:
+def kind(accelerator: Accelerator) -> str:
     """Return the kind of sharding: none, FSDP2 or HSDP."""
     mesh = accelerator.parallelism_config
-    kind = "HSDP" if mesh and mesh.dp_replicate_enabled else "FSDP2"
-    return kind if is_sharding(accelerator) else "none"
+    is_hsdp = mesh and mesh.dp_replicate_enabled
+    return "none" if not is_sharding(accelerator) else "HSDP" if is_hsdp else "FSDP2"
 
 
 @contextmanager
@@ -138,7 +138,7 @@ def release_groups(accelerator: Accelerator) -> None:
         atexit.register(gc.collect)
 
 
-def set_gradient_sharding(model: Any, *, is_last: bool) -> None:
+def set_gradient_sharding(model: nn.Module, *, is_last: bool) -> None:
     """Let FSDP2 reduce-scatter the gradients of each micro-batch, HSDP all-reduce with the last.
 
     So no rank holds the whole gradient at any time.
@@ -161,7 +161,7 @@ def wrap_for_sharding(
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
     weights: dict[str, Tensor] | None,
-) -> Any:
+) -> RecipeModule:
     """Shard by torch's `fully_shard`, then allocate and fill the shards.
 
     Same arguments as parallel.prepare. accelerate's `prepare` does not fit: it looks into our
@@ -226,8 +226,7 @@ def model_for_sharding(
     build_whole = partial(build_model, config, data_info)
     model, _ = build_for_sharding(accelerator, build_whole, config)
     no_state = torch.optim.SGD(model.parameters())
-    wrapper: RecipeModule = wrap_for_sharding(accelerator, config, model, no_state, None)
-    return wrapper
+    return wrap_for_sharding(accelerator, config, model, no_state, None)
 
 
 # ---- a start without the weights -----------------------------------------------------------------

@@ -5,13 +5,13 @@ accelerate launch --config_file accelerate_configs/cpu_2_processes.yaml \
 """
 
 from .config import Config
-from .recipe import DataInfo, Dataset
+from .recipe import DataInfo, Dataset, Datasets
 from .settings import parse_command_line
 
 # Before torch is imported, so that --help and a wrong config answer immediately.
 CONFIG = parse_command_line(__doc__ or "") if __name__ == "__main__" else None
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -75,15 +75,15 @@ class Training:
     layout: BatchLayout  # how a global batch is divided
     passes: list[tuple[int, bool]]  # of this rank in a step: (micro-batch, is it a repeat)
     data_info: DataInfo  # from the recipe's prepare_data
-    validation_sets: dict[str, Dataset]  # by name
-    batches: Any  # the micro-batches of this rank
+    validation_sets: Datasets  # by name
+    batches: Iterable[Any]  # the micro-batches of this rank
     model: nn.Module  # the recipe's
-    wrapped_model: Any  # in DDP or FSDP2, autocast and torch.compile
-    eval_model: Any  # without DDP: the ranks' batches differ in number and size
+    wrapped_model: nn.Module  # in DDP or FSDP2, autocast and torch.compile
+    eval_model: contract.RecipeModule  # without DDP: the ranks' batches differ in number and size
     forward: Callable[..., Any]  # called in training: wrapped_model, or a method around it
     parameters: list[nn.Parameter]  # those with requires_grad
     optimizer: torch.optim.Optimizer
-    scaler: Any  # the GradScaler of fp16, or None
+    scaler: torch.amp.GradScaler | None  # of fp16
     ema: EMA | None
     statistics: RunningStatistics | None  # of BatchNorm
     state: TrainState
@@ -145,7 +145,7 @@ def build(
     stop: StopRequest,
     data_info: DataInfo,
     train_set: Dataset,
-    validation_sets: dict[str, Dataset],
+    validation_sets: Datasets,
 ) -> Training:
     """Build model, optimizer and state, new or resumed. Called by every rank.
 

@@ -21,7 +21,7 @@ from .. import files
 from ..loading.layout import is_stream
 from ..loading.loader import open_file_in
 from ..ranks import on_main_then_broadcast
-from ..recipe import DataInfo, Dataset
+from ..recipe import DataInfo, Dataset, Datasets
 from ..words import short_path
 from .data import Facts, Reading, content_hash, differing_names
 from .findings import Findings
@@ -84,7 +84,7 @@ class Agreement:
         findings: Findings,
         data_info: DataInfo,
         train_set: Dataset,
-        validation_sets: dict[str, Dataset],
+        validation_sets: Datasets,
     ) -> None:
         """Begin to read samples, while the model is built. Called by every rank."""
         self.findings = findings

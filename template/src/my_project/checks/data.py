@@ -15,17 +15,20 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from itertools import islice
+from multiprocessing.connection import Connection
 from pathlib import PurePath
 from pickle import PicklingError
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
 
 from ..config import Config
+from ..files import Json
 from ..loading.layout import is_stream
 from ..loading.loader import ignore_signals_except_parents, tell_epoch
 from ..loading.seeding import derive_seed, seed_rng
+from ..recipe import Dataset
 
 SAMPLES = 4  # of each dataset, evenly spaced
 SECONDS = 5.0  # to read them all; then as long again to wait, once the model is built
@@ -35,19 +38,22 @@ ARRAYS = ("__array__", "__array_interface__")  # what arrays, tensors and images
 TOLERANCE = 1e-3  # of floating-point values, relative to their root mean square
 
 
+Fact: TypeAlias = str | list[float]  # of a part of a sample: a hash, or three numbers
+
+
 @dataclasses.dataclass(kw_only=True)
 class Facts:
     """What is known about a dataset."""
 
     length: int  # samples or lanes
-    samples: dict[str, dict[str, Any]]  # by index: its parts, each a hash or three numbers
+    samples: dict[str, dict[str, Fact]]  # by index: its parts
     draws: bool  # whether a sample that is read again under the same seed differs
 
     @property
     def unknown(self) -> list[str]:
         """Return the types that cannot be compared."""
         named = (part for sample in self.samples.values() for part in sample.items())
-        return sorted({fact for name, fact in named if name.endswith("?")})
+        return sorted({str(fact) for name, fact in named if name.endswith("?")})
 
     def difference(self, known: "Facts") -> str:
         """Return how it differs from another start's or rank's dataset; "" if it does not."""
@@ -57,7 +63,7 @@ class Facts:
         return f"has other values in samples {', '.join(indices)}" if indices else ""
 
 
-def differing_names(first: dict[str, Any], second: dict[str, Any]) -> list[str]:
+def differing_names(first: Mapping[str, Json], second: Mapping[str, Json]) -> list[str]:
     """Return the names that both have, with different values."""
     return [name for name in first if name in second and not is_same(first[name], second[name])]
 
@@ -76,7 +82,7 @@ class Reading:
     """Read the samples in another process, from now on."""
 
     def __init__(
-        self, config: Config, datasets: Mapping[str, Any], *, is_backward: bool = False
+        self, config: Config, datasets: Mapping[str, Dataset], *, is_backward: bool = False
     ) -> None:
         """Start the process.
 
@@ -110,7 +116,7 @@ class Reading:
 
 
 def _read(
-    pipe: Any, datasets: Mapping[str, Any], seed: int, twice: bool, is_backward: bool
+    pipe: Connection, datasets: Mapping[str, Dataset], seed: int, twice: bool, is_backward: bool
 ) -> None:
     """Send the facts of each dataset, in a process of its own."""
     ignore_signals_except_parents(0)
@@ -119,7 +125,7 @@ def _read(
     facts: dict[str, Facts] = {}
     for name, data in datasets.items():
         length = getattr(data, "lanes", None) or len(data)
-        samples: dict[str, dict[str, Any]] = {}
+        samples: dict[str, dict[str, Fact]] = {}
         indices = {length * k // SAMPLES for k in range(SAMPLES)}
         for index in sorted(indices, reverse=is_backward):
             if time.monotonic() < deadline:
@@ -131,7 +137,7 @@ def _read(
     pipe.send(facts)
 
 
-def sample_facts(data: Any, index: int, seed: int) -> dict[str, Any]:
+def sample_facts(data: Any, index: int, seed: int) -> dict[str, Fact]:
     """Return the parts of a sample, or of the first one in a lane; an error is a part too."""
     try:
         tell_epoch(data, 0, seed)
@@ -144,7 +150,7 @@ def sample_facts(data: Any, index: int, seed: int) -> dict[str, Any]:
         return {"?": type(error).__name__}
 
 
-def parts(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
+def parts(value: Any, name: str = "") -> Iterator[tuple[str, Fact]]:
     """Yield the name and the fact of each part of a sample."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         value = vars(value)
@@ -172,7 +178,7 @@ def last_part(text: str) -> str:
     return PurePath(text).name if is_path and "\n" not in text else text
 
 
-def numbers(value: Any, name: str) -> Iterator[tuple[str, Any]]:
+def numbers(value: Any, name: str) -> Iterator[tuple[str, Fact]]:
     """Yield the facts of an array of any library."""
     if isinstance(value, torch.Tensor):
         value = value.detach().cpu().to_dense()

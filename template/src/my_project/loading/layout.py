@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import TypeGuard
 
 from ..config import BatchesConfig, Config, ConfigError
-from ..recipe import Dataset, Stream
+from ..recipe import Dataset, Datasets, Stream
 from ..words import processes
 
 
@@ -109,7 +109,7 @@ def is_stream(data: Dataset) -> TypeGuard[Stream]:
     return hasattr(data, "lanes") and callable(getattr(data, "lane", None))  # of a stream
 
 
-def lengths(train_set: Dataset, validation_sets: dict[str, Dataset]) -> dict[str, int]:
+def lengths(train_set: Dataset, validation_sets: Datasets) -> dict[str, int]:
     """Count the samples of each dataset, or its lanes."""
     counts = {f"validation set {name}": len(data) for name, data in validation_sets.items()}
     if is_stream(train_set):

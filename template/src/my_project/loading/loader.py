@@ -12,7 +12,7 @@ from itertools import islice
 from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 from types import ModuleType
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import torch
@@ -23,11 +23,9 @@ from torch.utils.data import DataLoader, Subset, TensorDataset, default_collate,
 
 from ..config import BatchesConfig, Config, ConfigError
 from ..process import PR_SET_PDEATHSIG, prctl
-from ..recipe import Dataset, optional
+from ..recipe import Batch, Dataset, optional
 from .layout import BatchLayout
 from .seeding import Key, SampleSeeds, SeedSamples, derive_seed, sample_keys, seed_rng
-
-Batch = TypeVar("Batch")
 
 
 class IndexedBatches:
