@@ -17,10 +17,10 @@ REPOSITORY = Path(__file__).resolve().parents[1]
 TEMPLATE = REPOSITORY / "template"
 PACKAGE = TEMPLATE / "src/my_project"
 CEILINGS = {
-    "lines of train.py and all that it imports": 8_510,
+    "lines of train.py and all that it imports": 8_554,
     "files of train.py and all that it imports": 55,
-    "lines of the package without tools/": 11_182,
-    "lines of tools/": 2_566,
+    "lines of the package without tools/": 11_227,
+    "lines of tools/": 2_567,
     "lines of template/tests": 4_268,
     "lines of template/tests and tests": 21_558,
     "settings": 60,
@@ -28,7 +28,7 @@ CEILINGS = {
     "lines of launching/": 2_030,
     "lines of main in train.py": 40,
     "lines of train_step in train.py": 45,
-    "Any per 1,000 lines without tools/ and launching/": 42,
+    "Any per 1,000 lines without tools/ and launching/": 21,
 }
 STEP_FILES = 28
 NO_CODE = {

@@ -132,7 +132,7 @@ def keep_on_this_machine() -> str | None:
     return "loopback://"
 
 
-def loopback_store(url: str, timeout: timedelta, **_: Any) -> Iterator[tuple[Store, int, int]]:
+def loopback_store(url: str, timeout: timedelta, **_: object) -> Iterator[tuple[Store, int, int]]:
     """Yield a store that listens on the loopback interface, the rank, and the world size."""
     world_size, rank = world()
     address = ("127.0.0.1", int(os.environ["MASTER_PORT"]))
@@ -248,14 +248,14 @@ def numerics(accelerator: Accelerator, run: Run) -> dict[str, Any]:
     """Return the settings that affect the numbers of a run, but may change between launches."""
     config = run.config
     is_ddp = accelerator.num_processes > 1
-    is_ddp = is_ddp and sharding.kind_of(accelerator) == "none"
+    is_ddp = is_ddp and sharding.kind(accelerator) == "none"
     # read before parallel.prepare, which compiles and then resets the plugin's backend
     plugin: Any = accelerator.state.dynamo_plugin
     return {
         "precision": accelerator.mixed_precision,
         "tf32": config.tf32,
         "deterministic": config.deterministic,
-        "sharding": sharding.kind_of(accelerator),
+        "sharding": sharding.kind(accelerator),
         "comm_hook": config.distributed.ddp.get("comm_hook", "no") if is_ddp else "no",
         "torch_compile": plugin.backend != DynamoBackend.NO,
         # the learning rate of a step depends on the total number of steps

@@ -9,13 +9,14 @@ import json
 import os
 import sys
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TextIO
 
 from .config import Config, ConfigError
 from .exits import make_parser, run, run_on_all_ranks
 from .process import LAUNCHER
-from .recipe import PARAMETERS, Recipe, optional
+from .recipe import PARAMETERS, DataInfo, Datasets, Recipe, optional
 from .run_files import local_folder
 from .safety.search_path import run_folder
 from .words import format_metric, rendered, say
@@ -57,7 +58,7 @@ def evaluate(words: list[str]) -> None:
     run_on_all_ranks(print_evaluation, arguments, output)
 
 
-def print_evaluation(arguments: argparse.Namespace, output: Any = None) -> int:
+def print_evaluation(arguments: argparse.Namespace, output: TextIO | None = None) -> int:
     """Evaluate and print the metrics, a line each or, with --json, as JSON.
 
     The weights are those that training evaluates: a checkpoint's EMA, if it has one.
@@ -95,7 +96,7 @@ def print_evaluation(arguments: argparse.Namespace, output: Any = None) -> int:
 
 
 def prepared_model(
-    accelerator: "Accelerator", config: Config, data_info: dict[str, Any], plain: Any = None
+    accelerator: "Accelerator", config: Config, data_info: DataInfo, plain: Any = None
 ) -> Any:
     """Return a model prepared for evaluation. Called by every rank.
 
@@ -178,7 +179,7 @@ def print_prediction(arguments: argparse.Namespace) -> None:
 
 
 # ---- validation samples --------------------------------------------------------------------------
-def validation_sets(config: Config) -> tuple[dict[str, Any], dict[str, Any]]:
+def validation_sets(config: Config) -> tuple[DataInfo, Datasets]:
     """Prepare the recipe's data; return data_info and the validation sets."""
     from . import contract
     from .loading import prepare
@@ -205,7 +206,7 @@ def show_samples(arguments: argparse.Namespace, weights: Path) -> None:
     show = require_method(recipe, "predict_samples", ", or give an input")
     _, exported, model = load(weights, arguments.trust, given)
     data_info, datasets = validation_sets(config)
-    data = next(iter(datasets.values()))
+    data: Any = next(iter(datasets.values()))
     samples = Subset(data, evenly_spaced(data, NUM_SAMPLES))
     if data_info != exported:
         say(
@@ -227,7 +228,7 @@ def show_samples(arguments: argparse.Namespace, weights: Path) -> None:
             say(folder / path.name)
 
 
-def require_method(recipe: Recipe, method: str, other_remedy: str = "") -> Any:
+def require_method(recipe: Recipe, method: str, other_remedy: str = "") -> Callable:
     """Return an optional method of the recipe; refuse a recipe without it."""
     if function := optional(recipe, method):
         return function

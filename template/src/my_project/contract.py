@@ -11,7 +11,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import nullcontext
 from functools import partial
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn, SupportsFloat, TypeAlias
 
 import numpy as np
 import torch
@@ -20,13 +20,18 @@ from torch import Tensor, nn
 from torch.utils.data import IterableDataset, Subset
 
 from .config import Config, ConfigError, to_yaml
+from .files import T
 from .loading.layout import is_stream
 from .loading.seeding import derive_seed, permutation, seed_rng
 from .process import world
-from .recipe import Recipe, optional, problems, source_location
+from .recipe import DataInfo, Dataset, Datasets, Recipe, optional, problems, source_location
 from .words import shortened
 
+if TYPE_CHECKING:
+    from torchmetrics import Metric, MetricCollection
+
 logger = logging.getLogger(__name__)
+Metrics: TypeAlias = "dict[str, Metric | MetricCollection]"
 KNOWN_NAMES: dict[str, set[str]] = {  # words in metrics' names, by best_mode
     "max": {"accuracy", "acc", "precision", "recall", "f1", "iou", "dice", "auroc", "auc", "bleu"},
     "min": {"loss", "error", "perplexity", "nll", "mse", "rmse", "mae", "wer", "cer", "bits"},
@@ -42,7 +47,7 @@ def check_recipe(config: Config) -> None:
     to_yaml(config)
 
 
-def described(value: Any) -> str:
+def described(value: object) -> str:
     """Describe in words what a method has returned."""
     if isinstance(value, type):
         return f"the class {value.__name__}, not an object of it"
@@ -53,8 +58,8 @@ def described(value: Any) -> str:
 
 # ---- datasets ------------------------------------------------------------------------------------
 def build_datasets(
-    recipe: Recipe, data_info: dict[str, Any], config: Config | None = None
-) -> tuple[Any, dict[str, Any]]:
+    recipe: Recipe, data_info: DataInfo, config: Config | None = None
+) -> tuple[Dataset, Datasets]:
     """Call the recipe's build_datasets.
 
     The random state is the same on every rank, in every start and for every seed of the config, so
@@ -81,7 +86,7 @@ def build_datasets(
         )
     train, validation_sets = returned[0], dict(returned[1])
     sets = validation_sets
-    if not is_stream(train):
+    if not is_stream(returned[0]):
         sets = {"the training set": train} | validation_sets
     for name, data in sets.items():
         if isinstance(data, type) or not isinstance(name, str):
@@ -106,7 +111,7 @@ def build_datasets(
 
 
 # ---- model and loss ------------------------------------------------------------------------------
-def build_model(config: Config, data_info: dict[str, Any]) -> nn.Module:
+def build_model(config: Config, data_info: DataInfo) -> nn.Module:
     """Call the recipe's build_model, with the random state that follows from the config's seed.
 
     Raises:
@@ -128,7 +133,7 @@ def build_model(config: Config, data_info: dict[str, Any]) -> nn.Module:
     return model
 
 
-def check_model(recipe: Recipe, method: str, model: Any) -> None:
+def check_model(recipe: Recipe, method: str, model: object) -> None:
     """Check that build_model or load has returned a model."""
     if not isinstance(model, nn.Module):
         refuse(recipe, method, f"returned {described(model)}; it must return a torch.nn.Module.")
@@ -188,14 +193,14 @@ class RecipeModule(nn.Module):
         self.model = model
         self.autocast = autocast  # device type and dtype; None: accelerate applies autocast
 
-    def forward(self, function: Callable, *arguments: Any) -> Any:
+    def forward(self, function: Callable[..., T], *arguments: Any) -> T:
         """Call function(model, *arguments)."""
         with torch.autocast(*self.autocast) if self.autocast else nullcontext():
             return function(self.model, *arguments)
 
 
 # ---- metrics -------------------------------------------------------------------------------------
-def build_metrics(recipe: Recipe) -> dict[str, Any]:
+def build_metrics(recipe: Recipe) -> Metrics:
     """Return the recipe's metrics by name; by default the mean loss.
 
     Metrics that aggregate values (MeanMetric, ...) keep NaN, which torchmetrics drops by default.
@@ -208,7 +213,7 @@ def build_metrics(recipe: Recipe) -> dict[str, Any]:
     from torchmetrics.wrappers.abstract import WrapperMetric
 
     build = optional(recipe, "build_metrics")
-    metrics = dict(build().items()) if build else {"loss": MeanMetric()}
+    metrics: Metrics = dict(build().items()) if build else {"loss": MeanMetric()}
     for name, metric in metrics.items():
         is_metric = isinstance(metric, (Metric, MetricCollection))
         problem = "" if is_metric else f"a {type(metric).__name__}, not a torchmetrics.Metric"
@@ -225,18 +230,18 @@ def build_metrics(recipe: Recipe) -> dict[str, Any]:
     return metrics
 
 
-def metric_parts(metric: nn.Module) -> list[Any]:
+def metric_parts(metric: nn.Module) -> list["Metric"]:
     """Return a metric and the metrics inside it, one for each state.
 
     If several share a state, as in ClasswiseWrapper, return the last, which counts the updates.
     """
     from torchmetrics import Metric
 
-    parts: list[Any] = [part for part in metric.modules() if isinstance(part, Metric)]
+    parts = [part for part in metric.modules() if isinstance(part, Metric)]
     return [*{id(part._defaults): part for part in parts}.values()]
 
 
-def _keep_nan(metric: Any, value: Any, weight: Tensor | None = None) -> tuple[Tensor, Tensor]:
+def _keep_nan(metric: "Metric", value: Any, weight: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Replace a method of torchmetrics: return values and weights unchanged.
 
     With nan_strategy "disable", torchmetrics 1.7 to 1.9 replaces the weights by ones.
@@ -275,7 +280,9 @@ def best_mode(metric: Any, result: str, name: str) -> str:
     return modes.pop()
 
 
-def scalars(recipe: Recipe, name: str, value: Any) -> dict[str, float]:
+def scalars(
+    recipe: Recipe, name: str, value: SupportsFloat | dict[str, SupportsFloat]
+) -> dict[str, float]:
     """Return a metric's result as numbers by name; if it is a dict, the names are <name>/<key>."""
     parts = value if isinstance(value, dict) else {"": value}
     try:
@@ -287,7 +294,7 @@ def scalars(recipe: Recipe, name: str, value: Any) -> dict[str, float]:
         refuse(recipe, "build_metrics", problem)
 
 
-def check_best_metric(config: Config, validation_sets: dict[str, Any]) -> Config:
+def check_best_metric(config: Config, validation_sets: Datasets) -> Config:
     """Check the recipe's metrics, and that an evaluation will compute best_metric.
 
     Returns:

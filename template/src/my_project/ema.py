@@ -3,7 +3,6 @@
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -13,7 +12,7 @@ from .config import Config, ConfigError
 from .optim import has_two_views
 
 
-def build_ema(config: Config, model: nn.Module, optimizer: Any) -> "EMA | None":
+def build_ema(config: Config, model: nn.Module, optimizer: torch.optim.Optimizer) -> "EMA | None":
     """Return the average that the config asks for, or None.
 
     Raises:

@@ -19,7 +19,7 @@ from .loading.loader import Fetch, make_loader, on_device
 from .loading.seeding import seed_forward
 from .parallel import not_compiled
 from .ranks import gather_on_main, on_main_then_broadcast
-from .recipe import optional
+from .recipe import Datasets, optional
 from .run_folder import Run
 from .sharding import renew_sharding
 
@@ -30,8 +30,8 @@ DEFAULT_SIZE = 64  # maximum samples per micro-batch, unless set in the config
 def evaluate(
     accelerator: Accelerator,
     config: Config,
-    model: Any,
-    datasets: dict[str, Any],
+    model: nn.Module,
+    datasets: Datasets,
     step: int,
     note_progress: Callable[[], None] | None = None,
     *,
@@ -106,7 +106,7 @@ def evaluation_mode(accelerator: Accelerator, model: nn.Module) -> Iterator[None
         model.train()
 
 
-def sanity_check(run: Run, accelerator: Accelerator, model: Any, sets: dict[str, Any]) -> None:
+def sanity_check(run: Run, accelerator: Accelerator, model: nn.Module, sets: Datasets) -> None:
     """Run one micro-batch of each dataset through the evaluation, before the first step.
 
     A mistake in a metric then ends the run before it trains. The results are discarded;
@@ -143,7 +143,7 @@ def micro_batch_size(config: Config) -> int:
     return config.evaluation.batch_size or default
 
 
-def merge_metrics_on_main(accelerator: Accelerator, metrics: dict[str, Any]) -> None:
+def merge_metrics_on_main(accelerator: Accelerator, metrics: contract.Metrics) -> None:
     """Merge the metrics' state of all ranks on rank 0, which alone can then compute them.
 
     This replaces torchmetrics' own gathering, which brings the state of all ranks to every rank,
@@ -182,7 +182,7 @@ def _merge(accelerator: Accelerator, metric: Any) -> None:
 
 
 def _values(
-    accelerator: Accelerator, config: Config, metrics: dict[str, Any], is_sanity_check: bool
+    accelerator: Accelerator, config: Config, metrics: contract.Metrics, is_sanity_check: bool
 ) -> dict[str, float]:
     """Compute the metrics on rank 0, which has the merged states; return them on every rank."""
 
@@ -202,10 +202,10 @@ def _values(
     return on_main_then_broadcast(accelerator, compute)
 
 
-def recipe_loss(config: Config, step: int) -> Any:
+def recipe_loss(config: Config, step: int) -> Callable:
     """Return an update_metrics that averages the recipe's loss, which it calls with `step`."""
 
-    def update(model: nn.Module, batch: Any, metrics: dict[str, Any]) -> None:
+    def update(model: nn.Module, batch: Any, metrics: contract.Metrics) -> None:
         returned = config.recipe.loss(model, batch, step)
         contract.check_loss(config.recipe, returned)
         loss_sum, num_items, *_ = returned

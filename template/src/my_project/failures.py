@@ -19,9 +19,9 @@ from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from multiprocessing import shared_memory, synchronize
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 
-from .files import ConfigError, write_atomically
+from .files import ConfigError, Json, write_atomically
 from .process import LAUNCHER, LOGS, START, world
 from .safety.redaction import mask
 from .words import say, short_path
@@ -112,7 +112,7 @@ class Failure:
     loss_is_finite: bool | None = None
     source: Path | None = None  # the error file that it was read from; not written to the file
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, Json]:
         """Return the content of the error file."""
         content = asdict(self)
         del content["source"]
@@ -369,7 +369,7 @@ def note_signal(name: str) -> None:
     write_to_logs("signal_rank", note)
 
 
-def write_to_logs(kind: str, content: dict[str, Any]) -> None:
+def write_to_logs(kind: str, content: dict[str, Json]) -> None:
     """Write a JSON file of this process to the log folder of the launcher, if there is one."""
     if folder := os.environ.get(LOGS):
         with suppress(OSError):

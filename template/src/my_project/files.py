@@ -123,7 +123,7 @@ def read_json(path: Path, *, follow: bool = False) -> dict[str, Any]:
 hints_of_fields = cache(get_type_hints)  # 0.1 ms for each class
 
 
-def from_object(kind: type[T], content: Any, *, is_strict: bool = True) -> T:
+def from_object(kind: type[T], content: Json, *, is_strict: bool = True) -> T:
     """Return a dataclass with the fields that a JSON object has; unknown ones are left out.
 
     Args:
@@ -134,18 +134,18 @@ def from_object(kind: type[T], content: Any, *, is_strict: bool = True) -> T:
     Raises:
         TypeError: it is not an object, or lacks a field that has no default.
     """
-    fields = {}
+    fields, values = {}, convert(content, dict)
     for name, hint in hints_of_fields(kind).items():
-        if name in convert(content, dict):
+        if name in values:
             try:
-                fields[name] = convert(content[name], hint)
+                fields[name] = convert(values[name], hint)
             except TypeError:
                 if is_strict:
                     raise
     return kind(**fields)
 
 
-def convert(value: Any, hint: Any) -> Any:
+def convert(value: Json, hint: Any) -> Any:
     """Return a value of a JSON file as a type: a list as a tuple, an object as a dataclass.
 
     Raises:
@@ -297,7 +297,7 @@ def is_number(value: Json) -> TypeGuard[float]:
     return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
-def is_like(value: Any, types: Mapping[str, Any]) -> bool:
+def is_like(value: Any, types: Mapping[str, type | tuple[type, ...]]) -> bool:
     """Return whether a value of a JSON file is an object whose fields have these types."""
     is_object = isinstance(value, dict)
     return is_object and all(isinstance(value.get(name), kind) for name, kind in types.items())

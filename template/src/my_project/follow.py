@@ -19,7 +19,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, TextIO
 
 from accelerate import Accelerator
 from safetensors import SafetensorError
@@ -30,7 +30,7 @@ from .accelerator import check_launch, start_accelerator
 from .checkpoint.resuming import find_damage_together
 from .config import Config, ConfigError
 from .evaluate import evaluate
-from .files import FormatError, TransientError, finite, open_own
+from .files import FormatError, Json, TransientError, finite, open_own
 from .manifest import read_manifest
 from .mirror.download import fetch_next, send_evaluations
 from .process import world
@@ -42,7 +42,7 @@ POLL_SECONDS = 2.0
 Version = tuple[str, int, int]  # of the folder of a checkpoint
 
 
-def follow_run(arguments: argparse.Namespace, output: Any = None) -> int:
+def follow_run(arguments: argparse.Namespace, output: TextIO | None = None) -> int:
     """Evaluate the checkpoints of a run until it has finished; print each line or its metrics.
 
     Raises:
@@ -243,7 +243,7 @@ class Evaluations:
             if read_checkpoint(checkpoint.folder) == checkpoint:  # training has not removed it
                 logger.warning("%s is passed over: %s.", checkpoint.folder, problem)
             return ""
-        record: dict[str, Any] = {"kind": "evaluation", "step": checkpoint.step}
+        record: dict[str, Json] = {"kind": "evaluation", "step": checkpoint.step}
         samples = read_info(self.run).lengths.get("the training set", 0)  # 0 for a stream
         if steps := samples // self.config.batches.global_batch_size:
             record["epoch"] = round(checkpoint.step / steps, 4)

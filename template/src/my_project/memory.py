@@ -10,7 +10,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from traceback import walk_tb
-from typing import Any
 
 from accelerate import Accelerator
 from torch import nn
@@ -21,6 +20,7 @@ from .evaluate import evaluate
 from .failures import WORKER_TRACEBACK, exception_cause, write_to_logs
 from .loading import layout as layouts
 from .loading.layout import BatchLayout
+from .recipe import Dataset
 from .run_files import newest_checkpoint
 from .run_folder import Run
 
@@ -38,7 +38,7 @@ class Smaller:
 
 @contextmanager
 def memory_explained(
-    accelerator: Accelerator, run: Run, layout: BatchLayout, model: nn.Module, train_set: Any
+    accelerator: Accelerator, run: Run, layout: BatchLayout, model: nn.Module, train_set: Dataset
 ) -> Iterator[None]:
     """Add to an out-of-memory error what to do about it.
 
@@ -74,7 +74,9 @@ def _explain(error: Exception, run: Run, smaller: Smaller) -> None:
     setattr(error, "facts", facts)  # noqa: B010 - see failures.exception_failure
 
 
-def smaller_micro_batch(run: Run, layout: BatchLayout, model: nn.Module, train_set: Any) -> Smaller:
+def smaller_micro_batch(
+    run: Run, layout: BatchLayout, model: nn.Module, train_set: Dataset
+) -> Smaller:
     """Return what to do if the micro-batches of a layout do not fit in memory."""
     size, total, lanes = layout.micro_batch_size, layout.global_batch_size, 0
     lanes = train_set.lanes if layouts.is_stream(train_set) else 0

@@ -10,11 +10,11 @@ import re
 import shutil
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 from torch import nn
 
 from .files import read_own
+from .recipe import Recipe
 from .run_files import read_info, records
 from .run_folder import Run
 from .safety.redaction import is_secret, mask
@@ -100,7 +100,7 @@ config, data_info, model = load(Path("export"){trusted})
 """
 
 
-def dataset_name(recipe: Any) -> tuple[str, bool]:
+def dataset_name(recipe: Recipe) -> tuple[str, bool]:
     """Return the name of the recipe's dataset, "" if unknown, and whether it can be on the Hub."""
     for field in ("dataset", "data"):
         value = getattr(recipe, field, None)

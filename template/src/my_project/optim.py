@@ -42,7 +42,7 @@ def optimizer_class(config: OptimConfig) -> Any:
     return kind
 
 
-def has_two_views(optimizer: Any) -> bool:
+def has_two_views(optimizer: torch.optim.Optimizer) -> bool:
     """Return whether an optimizer evaluates different weights from those it trains.
 
     Schedule-free optimizers do so: their train() and eval() switch between the two.

@@ -4,13 +4,13 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed
 from accelerate import Accelerator
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
 
 from . import contract
 from .blocks import checkpoint_activations_of_blocks, compile_blocks_in_place
@@ -19,13 +19,14 @@ from .contract import RecipeModule
 from .loading.layout import batch_layout
 from .optim import has_sparse_gradients
 from .process import world
+from .recipe import DataInfo
 from .sharding import build_for_sharding, is_sharding, set_gradient_sharding, wrap_for_sharding
 
 
 def build_model(
     accelerator: Accelerator,
     config: Config,
-    data_info: dict[str, Any],
+    data_info: DataInfo,
     resume_from: Path | None = None,
 ) -> tuple[nn.Module, dict[str, Tensor] | None]:
     """Build the model on the device or, where FSDP will shard it, without its weights.
@@ -41,7 +42,7 @@ def build_model(
     Returns:
         The model, and what `prepare` needs to fill the shards.
     """
-    build: Any = build_on_device
+    build: Callable[..., tuple[nn.Module, dict[str, Tensor] | None]] = build_on_device
     if is_sharding(accelerator):
         build = build_for_sharding
     build_whole = partial(contract.build_model, config, data_info)
@@ -72,9 +73,9 @@ def prepare(
     accelerator: Accelerator,
     config: Config,
     model: nn.Module,
-    optimizer: torch.optim.Optimizer,
+    optimizer: Optimizer,
     weights: dict[str, Tensor] | None = None,
-) -> tuple[Any, Any]:
+) -> tuple[nn.Module, RecipeModule]:
     """Prepare model and optimizer for DDP, FSDP2, autocast and torch.compile.
 
     Args:
@@ -89,7 +90,7 @@ def prepare(
         The module that training calls, and the module that evaluation calls. The latter has
         autocast and FSDP but not DDP, since the ranks' batches then differ in number and size.
     """
-    wrap: Any = wrap_in_ddp
+    wrap: Callable[..., nn.Module] = wrap_in_ddp
     if is_sharding(accelerator):
         wrap = wrap_for_sharding
     prepared = wrap(accelerator, config, model, optimizer, weights)
@@ -102,9 +103,9 @@ def wrap_in_ddp(
     accelerator: Accelerator,
     config: Config,
     model: nn.Module,
-    optimizer: torch.optim.Optimizer,
+    optimizer: Optimizer,
     _: None,
-) -> Any:
+) -> nn.Module:
     """Wrap the model in DDP if there are several processes. Same arguments as `prepare`."""
     keep_gradients_in_buckets(config, model, optimizer)
     wrapper = RecipeModule(model)
@@ -115,7 +116,7 @@ def wrap_in_ddp(
     return prepared
 
 
-def gradient_sync(model: Any, *, is_last: bool) -> AbstractContextManager:
+def gradient_sync(model: nn.Module, *, is_last: bool) -> AbstractContextManager:
     """Return the context that decides what a micro-batch's backward pass communicates.
 
     DDP all-reduces the gradients only in the last micro-batch of a step.
@@ -126,7 +127,7 @@ def gradient_sync(model: Any, *, is_last: bool) -> AbstractContextManager:
     return nullcontext()
 
 
-def refuse_unused(model: Any) -> None:
+def refuse_unused(model: nn.Module) -> None:
     """Raise torch's error if a parameter got no gradient in a step.
 
     DDP averages a bucket once all its parameters have a gradient, so a parameter without one leaves
@@ -137,7 +138,7 @@ def refuse_unused(model: Any) -> None:
         model._check_reducer_finalized()
 
 
-def keep_gradients_in_buckets(config: Config, model: nn.Module, optimizer: Any) -> None:
+def keep_gradients_in_buckets(config: Config, model: nn.Module, optimizer: Optimizer) -> None:
     """Let optimizer.zero_grad leave zeros in DDP's buckets, if a step has several micro-batches.
 
     With None instead, gradients would accumulate outside the buckets: 4 more bytes per parameter.

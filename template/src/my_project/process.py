@@ -21,7 +21,7 @@ import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import IO, Any, TextIO
 
 from .files import open_own
 
@@ -171,14 +171,14 @@ def never_fail_to_print() -> None:
         if type(stream) is io.TextIOWrapper:  # a test or a notebook may have replaced it
             # unbuffered: a buffer whose writing a signal interrupts would be written twice
             raw: Any = _DroppingFile(stream.fileno(), "w", closefd=False)
-            options: Any = {"encoding": stream.encoding, "errors": "backslashreplace"}
-            setattr(sys, name, io.TextIOWrapper(raw, **options, line_buffering=True))
+            text = io.TextIOWrapper(raw, stream.encoding, "backslashreplace", line_buffering=True)
+            setattr(sys, name, text)
 
 
 class CopiedStream:
     """A text stream whose output is also written to a file."""
 
-    def __init__(self, stream: Any, file: Any) -> None:
+    def __init__(self, stream: TextIO, file: IO[bytes]) -> None:
         self.stream = stream
         self.file = file
 

@@ -71,7 +71,7 @@ def _hosts_if_equal(everywhere: list[tuple[str, Mapping[str, Hashable]]]) -> lis
 
 
 def open_run(
-    accelerator: Accelerator, run: Run, must_agree: dict[str, Any], lengths: dict[str, int]
+    accelerator: Accelerator, run: Run, must_agree: Mapping[str, object], lengths: dict[str, int]
 ) -> None:
     """Open the run folder on all ranks together.
 

@@ -117,8 +117,33 @@ Under FSDP, all ranks must call the same blocks in each forward, or the run hang
 """
 
 import inspect
+from collections.abc import Callable
 from dataclasses import fields
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias, TypeVar
+
+from .files import Json
+
+DataInfo: TypeAlias = dict[str, Json]  # what prepare_data returns
+Batch = TypeVar("Batch")
+
+
+class Dataset(Protocol):
+    """Data with a length and an index, such as a torch.utils.data.Dataset."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int, /) -> Any: ...
+
+
+Datasets: TypeAlias = dict[str, Dataset]  # by name
+
+
+class Stream(Protocol):
+    """Data without length or index, in lanes that never end; a Dataset for all other modules."""
+
+    lanes: int
+
+    def lane(self, index: int, start: int, seed: int, /) -> Any: ...  # noqa: D102
 
 
 class Recipe(Protocol):
@@ -204,7 +229,7 @@ def ignored_fields(kind: type) -> list[str]:
     return ignored
 
 
-def source_location(function: Any) -> str:
+def source_location(function: Callable) -> str:
     """Return the file and line where a function or a class is defined."""
     if isinstance(function, type):
         return f"{inspect.getsourcefile(function)}, line {inspect.getsourcelines(function)[1]}"

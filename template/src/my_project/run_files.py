@@ -55,10 +55,10 @@ class Status:
     failure: Failure | None = None  # without frames and details
     goodput: dict[str, dict[str, float] | int] | None = None
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, Json]:
         """Return the content of status.json."""
         failure = self.failure and replace(self.failure, frames=(), details="").to_json()
-        return vars(self) | {"failure": failure}
+        return {**vars(self), "failure": failure}
 
     @property
     def is_damaged(self) -> bool:
@@ -281,9 +281,9 @@ def parse_record(line: bytes) -> Record:
     )
 
 
-def flat(settings: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+def flat(settings: Mapping[str, Json], prefix: str = "") -> dict[str, Json]:
     """Return settings by dotted name, those of the recipe as on the command line: recipe.width."""
-    named: dict[str, Any] = {}
+    named: dict[str, Json] = {}
     for key, value in settings.items():
         name = f"{prefix}{key}"  # an untrusted key may be a number
         name = "recipe" if name == "recipe.init_args" else name

@@ -367,7 +367,7 @@ def refuse_other_format(folder: Path) -> None:
                 raise
 
 
-def _masked(name: str, settings: dict[str, Any]) -> str:
+def _masked(name: str, settings: dict[str, files.Json]) -> str:
     return MASK if is_secret(name) else mask(repr(settings.get(name)))
 
 

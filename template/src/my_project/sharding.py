@@ -32,6 +32,7 @@ from .blocks import blocks, compile_blocks_in_place
 from .config import Config, ConfigError
 from .contract import RecipeModule, build_model
 from .ranks import on_main_then_broadcast
+from .recipe import DataInfo
 
 logger = logging.getLogger(__name__)
 
@@ -88,11 +89,11 @@ def is_sharding(accelerator: Accelerator) -> bool:
     return accelerator.distributed_type == DistributedType.FSDP
 
 
-def kind_of(accelerator: Accelerator) -> str:
+def kind(accelerator: Accelerator) -> str:
     """Return the kind of sharding: none, FSDP2 or HSDP."""
     mesh = accelerator.parallelism_config
-    kind = "HSDP" if mesh and mesh.dp_replicate_enabled else "FSDP2"
-    return kind if is_sharding(accelerator) else "none"
+    is_hsdp = mesh and mesh.dp_replicate_enabled
+    return "none" if not is_sharding(accelerator) else "HSDP" if is_hsdp else "FSDP2"
 
 
 @contextmanager
@@ -137,7 +138,7 @@ def release_groups(accelerator: Accelerator) -> None:
         atexit.register(gc.collect)
 
 
-def set_gradient_sharding(model: Any, *, is_last: bool) -> None:
+def set_gradient_sharding(model: nn.Module, *, is_last: bool) -> None:
     """Let FSDP2 reduce-scatter gradients in each micro-batch, and HSDP all-reduce in the last.
 
     So no rank holds the whole gradient at any time.
@@ -160,7 +161,7 @@ def wrap_for_sharding(
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
     weights: dict[str, Tensor] | None,
-) -> Any:
+) -> RecipeModule:
     """Shard with torch's `fully_shard`, then allocate and fill the shards.
 
     Same arguments as parallel.prepare. accelerate's `prepare` does not fit: it looks into our
@@ -219,14 +220,13 @@ def wrap_for_sharding(
 
 
 def model_for_sharding(
-    accelerator: Accelerator, config: Config, data_info: dict[str, Any]
+    accelerator: Accelerator, config: Config, data_info: DataInfo
 ) -> RecipeModule:
     """Return a sharded model for evaluation; the caller fills its shards."""
     build_whole = partial(build_model, config, data_info)
     model, _ = build_for_sharding(accelerator, build_whole, config)
     no_state = torch.optim.SGD(model.parameters())
-    wrapper: RecipeModule = wrap_for_sharding(accelerator, config, model, no_state, None)
-    return wrapper
+    return wrap_for_sharding(accelerator, config, model, no_state, None)
 
 
 # ---- a start without the weights -----------------------------------------------------------------

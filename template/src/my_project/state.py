@@ -9,10 +9,11 @@ import logging
 import math
 from dataclasses import dataclass, field
 from types import NoneType
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from .config import Config, ConfigError
 from .contract import no_such_metric
+from .files import Json
 from .run_folder import Run
 
 logger = logging.getLogger(__name__)
@@ -37,7 +38,7 @@ class NotFiniteError(RuntimeError):
         facts: more fields of the error file (docs/run-folder.md).
     """
 
-    def __init__(self, message: str, **facts: Any) -> None:
+    def __init__(self, message: str, **facts: float | None) -> None:
         super().__init__(message)
         self.facts = facts
 
@@ -69,7 +70,7 @@ class TrainState:
     """The loop's state besides tensors, which is `state` in the manifest of a checkpoint."""
 
     step: int = 0  # optimizer steps done; data, schedule and random numbers follow from it
-    stream_states: list[Any] = field(default_factory=list)  # of lanes that have a state_dict
+    stream_states: list[Json] = field(default_factory=list)  # of lanes that have a state_dict
     results: dict[str, float] = field(default_factory=dict)  # of the last evaluation
     evaluated_step: int = -1
     best: float | None = None  # best value of evaluation.best_metric
@@ -85,11 +86,11 @@ class TrainState:
     skipped_steps: int = 0
     consecutive_skipped_steps: int = 0
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, Json]:
         """Return the fields by name, as a manifest holds them."""
         return dataclasses.asdict(self)
 
-    def restore(self, saved: dict[str, Any], config: Config) -> None:
+    def restore(self, saved: dict[str, Json], config: Config) -> None:
         """Restore the fields from a checkpoint, except a best value for another metric or mode."""
         for f in dataclasses.fields(self):
             value, before = saved.get(f.name), getattr(self, f.name)

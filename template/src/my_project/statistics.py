@@ -48,7 +48,7 @@ class RunningStatistics:
     def __init__(
         self,
         accelerator: Accelerator,
-        model: Any,
+        model: nn.Module,
         layers: list[Any],
         layout: BatchLayout,
         reader: DelayedReader,

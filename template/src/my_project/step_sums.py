@@ -33,7 +33,7 @@ class StepSums:
         """Allocate the memory, without room for scalars."""
         device = accelerator.device
         self.world_size = accelerator.num_processes
-        self.work: Any = None
+        self.work: torch.distributed.Work | None = None
         self.began = self.ready = 0.0  # timestamps: step begins, rank needs the others
         self.allocate(torch.zeros(6, dtype=dtype_of_sums(device), device=device))
 
@@ -117,7 +117,7 @@ class HostCopy:
 
     def __init__(self, tensor: Tensor) -> None:
         self.tensor = tensor
-        self.event: Any = None
+        self.event: torch.cuda.Event | None = None
         if tensor.is_cuda:
             pinned = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
             self.tensor = pinned.copy_(tensor, non_blocking=True)

@@ -4,8 +4,8 @@ import os
 import signal
 import threading
 import time
+from collections.abc import Callable
 from types import FrameType
-from typing import Any
 
 import psutil
 
@@ -37,7 +37,7 @@ class StopRequest:
             self._stop_at = (
                 time.monotonic() + began + parse_duration(config.stop_after) - time.time()
             )
-        self._handlers: dict[int, Any] = {}  # by signal
+        self._handlers: dict[int, Callable | int | None] = {}  # by signal
 
     @property
     def requested(self) -> bool:

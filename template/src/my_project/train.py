@@ -5,12 +5,13 @@ accelerate launch --config_file accelerate_configs/cpu_2_processes.yaml \
 """
 
 from .config import Config
+from .recipe import DataInfo, Dataset, Datasets
 from .settings import parse_command_line
 
 # Parsed before torch is imported, so that --help and config errors appear immediately.
 CONFIG = parse_command_line(__doc__ or "") if __name__ == "__main__" else None
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -73,16 +74,18 @@ class Training:
     accelerator: Accelerator
     layout: BatchLayout  # how a global batch is divided
     passes: list[tuple[int, bool]]  # of this rank per step: (micro-batch, is it a repeat)
-    data_info: dict[str, Any]  # from the recipe's prepare_data
-    validation_sets: dict[str, Any]  # datasets by name
-    batches: Any  # the micro-batches of this rank
+    data_info: DataInfo  # from the recipe's prepare_data
+    validation_sets: Datasets  # by name
+    batches: Iterable[Any]  # the micro-batches of this rank
     model: nn.Module  # from the recipe's build_model
-    wrapped_model: Any  # the model in DDP or FSDP2, autocast and torch.compile
-    eval_model: Any  # wrapped_model without DDP: the ranks evaluate different numbers of batches
+    wrapped_model: nn.Module  # the model in DDP or FSDP2, autocast and torch.compile
+    eval_model: (
+        contract.RecipeModule
+    )  # without DDP: the ranks evaluate different numbers of batches
     forward: Callable[..., Any]  # called in training: wrapped_model, or a method around it
     parameters: list[nn.Parameter]  # the trained ones, with requires_grad
     optimizer: torch.optim.Optimizer
-    scaler: Any  # the GradScaler of fp16, or None
+    scaler: torch.amp.GradScaler | None  # of fp16
     ema: EMA | None
     statistics: RunningStatistics | None  # keeps BatchNorm's exact
     state: TrainState
@@ -142,9 +145,9 @@ def build(
     layout: BatchLayout,
     accelerator: Accelerator,
     stop: StopRequest,
-    data_info: dict[str, Any],
-    train_set: Any,
-    validation_sets: dict[str, Any],
+    data_info: DataInfo,
+    train_set: Dataset,
+    validation_sets: Datasets,
 ) -> Training:
     """Build model, optimizer and state, new or resumed. Called by every rank.
 

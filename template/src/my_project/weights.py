@@ -17,7 +17,7 @@ from .ema import load_ema
 from .failures import exception_frames, own_frame
 from .files import read_json, read_own, temporary_folder
 from .manifest import read_manifest
-from .recipe import optional
+from .recipe import DataInfo, optional
 from .run_files import checkpoint_step, checkpoints
 from .safety.search_path import run_folder
 from .safety.trust import read_config
@@ -70,7 +70,7 @@ def load(
         return config, data_info, load_model(folder, config, data_info).eval()
 
 
-def load_model(folder: Path, config: Config, data_info: dict[str, Any]) -> nn.Module:
+def load_model(folder: Path, config: Config, data_info: DataInfo) -> nn.Module:
     """Build the model of an export and load its weights, by the recipe's `load` if it has one.
 
     Raises:

@@ -6,7 +6,7 @@ import os
 import shlex
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 PACKAGE = __package__ or ""  # a copy of the loop has another name
 
@@ -21,7 +21,7 @@ def printable(text: str, keep: str = "") -> str:
     return "".join(c if c.isprintable() or c in keep else "?" for c in text)
 
 
-def say(*lines: object, to: Any = None) -> None:
+def say(*lines: object, to: TextIO | None = None) -> None:
     """Print untrusted lines without characters that control the terminal."""
     text = printable("\n".join(map(str, lines)), keep="\n\t")
     print(text, file=to or sys.stdout, flush=True)
@@ -71,7 +71,7 @@ def rows(pairs: list[tuple[str, str]]) -> list[str]:
     return [f"  {name:8} {value}" for name, value in pairs if value]
 
 
-def print_block(title: str, lines: list[str], *, to: Any = None) -> None:
+def print_block(title: str, lines: list[str], *, to: TextIO | None = None) -> None:
     """Print a rule with a title, and the lines below it."""
     say(f"--- {title} ".ljust(WIDTH, "-"), *lines, to=to)
 

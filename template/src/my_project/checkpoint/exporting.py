@@ -12,15 +12,15 @@ A recipe may write other files than model.safetensors (recipe.py). weights.py re
 
 import json
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from .. import contract
 from ..config import to_yaml
+from ..files import Json
 from ..model_card import write_model_card
-from ..recipe import optional
+from ..recipe import DataInfo, optional
 from ..run_folder import Run
 from .saving import Checkpoints, Read
 from .shards import in_file_order, is_sharded, model_tensors, require_finite, save_tensors
@@ -28,7 +28,7 @@ from .shards import in_file_order, is_sharded, model_tensors, require_finite, sa
 
 def export(
     run: Run,
-    data_info: dict[str, Any],
+    data_info: DataInfo,
     model: nn.Module,
     checkpoints: Checkpoints,
     name: str = "export",
@@ -68,7 +68,7 @@ def export(
             recipe_export(model, data_info, state, folder)
         (folder / "config.yaml").write_text(to_yaml(run.config), encoding="utf-8")
         (folder / "data_info.json").write_text(json.dumps(data_info))
-        about: dict[str, Any] = {"step": run.step}
+        about: dict[str, Json] = {"step": run.step}
         about |= {"provenance": vars(run.provenance)}
         (folder / "step.json").write_text(json.dumps(about))
         if name == "export":  # best/ has no model_card

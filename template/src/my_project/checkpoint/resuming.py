@@ -10,12 +10,11 @@ import re
 from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 from accelerate import Accelerator
 
 from ..config import CheckpointsConfig, ConfigError
-from ..files import discard, unused_name
+from ..files import Json, discard, unused_name
 from ..manifest import find_damage, read_manifest
 from ..mirror.download import in_every_folder
 from ..ranks import gather_on_main, on_main_then_broadcast
@@ -125,7 +124,7 @@ def move_newer_aside(run: Run, step: int) -> None:
 
 
 def kept_steps(
-    steps: Iterable[int], settings: CheckpointsConfig, state: dict[str, Any], keep: int = 0
+    steps: Iterable[int], settings: CheckpointsConfig, state: dict[str, Json], keep: int = 0
 ) -> set[int]:
     """Return the steps whose checkpoints have to be kept.
 

@@ -37,7 +37,7 @@ from .. import manifest as manifests
 from ..config import ConfigError
 from ..ema import EMA
 from ..failures import CONSEQUENCES, exception_cause
-from ..files import TransientError, discard, flush_to_disk, write_atomically
+from ..files import Json, TransientError, discard, flush_to_disk, write_atomically
 from ..manifest import Manifest, read_manifest
 from ..optim import has_two_views
 from ..run_files import checkpoint_step
@@ -483,7 +483,7 @@ class Checkpoints:
             report.unlink()
         return listed
 
-    def _rotate(self, state: dict[str, Any]) -> None:
+    def _rotate(self, state: dict[str, Json]) -> None:
         """Remove checkpoints that need not be kept; only files that a manifest lists.
 
         None is removed while steps are skipped: the weights may have become NaN, in which case no

@@ -6,12 +6,12 @@ import json
 import os
 import re
 import struct
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import starmap
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, TypeAlias, cast
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -21,9 +21,10 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from ..config import ConfigError
-from ..files import open_own
+from ..files import Json, open_own
 from ..manifest import read_manifest
 
+Stride: TypeAlias = Sequence[int] | None  # None: contiguous
 CHUNK_BYTES = 1 << 20  # written and hashed while they are in the cache
 
 
@@ -286,7 +287,7 @@ class TensorReader:
 # ---- the optimizer's state, by parameter name ----------------------------------------------------
 def optimizer_state(
     optimizer: torch.optim.Optimizer, names: dict[int, str]
-) -> tuple[dict[str, Any], dict[str, Tensor]]:
+) -> tuple[dict[str, Json], dict[str, Tensor]]:
     """Return groups and slots as JSON, and their tensors by "<parameter>/<slot>".
 
     Args:
@@ -297,8 +298,8 @@ def optimizer_state(
         ConfigError: the state holds something that a checkpoint cannot.
     """
     tensors: dict[str, Tensor] = {}
-    groups: list[dict[str, Any]] = []
-    slots: dict[str, Any] = {}
+    groups: list[dict[str, Json]] = []
+    slots: dict[str, Json] = {}
     try:
         for number, group in enumerate(optimizer.param_groups):
             rest = {key: value for key, value in group.items() if key != "params"}
@@ -319,7 +320,7 @@ def optimizer_state(
     return {"groups": groups, "slots": slots}, tensors
 
 
-def pack(value: Any, key: str, tensors: dict[str, Tensor], *, is_sharded: bool = False) -> Any:
+def pack(value: Any, key: str, tensors: dict[str, Tensor], *, is_sharded: bool = False) -> Json:
     """Return a value of an optimizer as JSON, with keys in place of its tensors.
 
     Args:
@@ -353,7 +354,7 @@ def pack(value: Any, key: str, tensors: dict[str, Tensor], *, is_sharded: bool =
     raise TypeError(f"{key} is of type {type(value).__name__}")
 
 
-def unpack(value: Any, read: Callable[[str, Any], Tensor]) -> Any:
+def unpack(value: Any, read: Callable[[str, Stride], Tensor]) -> Any:
     """Return the value that `pack` was given; `read` reads its tensors by key and stride."""
     if not isinstance(value, dict):
         return value
@@ -384,7 +385,7 @@ def load_optimizer(
     index = {name: i for i, name in enumerate(name for group in groups for name in group)}
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
 
-    def read(key: str, stride: Any = None, parameter: Tensor | None = None) -> Tensor:
+    def read(key: str, stride: Stride = None, parameter: Tensor | None = None) -> Tensor:
         assert slots
         if parameter is None or slots.shapes[key] != tuple(parameter.shape):
             value = slots.read(key)
@@ -401,7 +402,7 @@ def load_optimizer(
         read_slot = functools.partial(read, parameter=parameters[index[name]])
         state.setdefault(index[name], {})[slot] = unpack(value, read_slot)
 
-    def read_for_group(key: str, stride: Any) -> Tensor:
+    def read_for_group(key: str, stride: Stride) -> Tensor:
         return read(key, stride).to(parameters[0].device)  # load_state_dict moves only slots
 
     param_groups = [

@@ -21,6 +21,7 @@ from .. import files
 from ..loading.layout import is_stream
 from ..loading.loader import open_file_in
 from ..ranks import on_main_then_broadcast
+from ..recipe import DataInfo, Dataset, Datasets
 from ..words import short_path
 from .data import Facts, Reading, content_hash, differing_names
 from .findings import Findings
@@ -81,9 +82,9 @@ class Agreement:
     def __init__(
         self,
         findings: Findings,
-        data_info: dict[str, Any],
-        train_set: Any,
-        validation_sets: dict[str, Any],
+        data_info: DataInfo,
+        train_set: Dataset,
+        validation_sets: Datasets,
     ) -> None:
         """Begin to read samples, in parallel with building the model. Called by every rank."""
         self.findings = findings

@@ -14,17 +14,20 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from itertools import islice
+from multiprocessing.connection import Connection
 from pathlib import PurePath
 from pickle import PicklingError
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
 
 from ..config import Config
+from ..files import Json
 from ..loading.layout import is_stream
 from ..loading.loader import ignore_signals_except_parents, tell_epoch
 from ..loading.seeding import derive_seed, seed_rng
+from ..recipe import Dataset
 
 SAMPLES = 4  # read from each dataset, evenly spaced
 SECONDS = 5.0  # to read them all; also the maximum wait for them once the model is built
@@ -34,19 +37,22 @@ ARRAYS = ("__array__", "__array_interface__")  # attributes of arrays, tensors a
 TOLERANCE = 1e-3  # of floating-point values, relative to their root mean square
 
 
+Fact: TypeAlias = str | list[float]  # of a part of a sample: a hash, or three numbers
+
+
 @dataclasses.dataclass(kw_only=True)
 class Facts:
     """What is known about a dataset."""
 
     length: int  # samples or lanes
-    samples: dict[str, dict[str, Any]]  # by index: its parts, each a hash or three numbers
+    samples: dict[str, dict[str, Fact]]  # by index: its parts
     draws: bool  # whether a sample that is read again under the same seed differs
 
     @property
     def unknown(self) -> list[str]:
         """Return the types of the parts that cannot be compared."""
         named = (part for sample in self.samples.values() for part in sample.items())
-        return sorted({fact for name, fact in named if name.endswith("?")})
+        return sorted({str(fact) for name, fact in named if name.endswith("?")})
 
     def difference(self, known: "Facts") -> str:
         """Return how the dataset differs from that of another start or rank; "" if it does not."""
@@ -56,7 +62,7 @@ class Facts:
         return f"has other values in samples {', '.join(indices)}" if indices else ""
 
 
-def differing_names(first: dict[str, Any], second: dict[str, Any]) -> list[str]:
+def differing_names(first: Mapping[str, Json], second: Mapping[str, Json]) -> list[str]:
     """Return the names that both have, with different values."""
     return [name for name in first if name in second and not is_same(first[name], second[name])]
 
@@ -75,7 +81,7 @@ class Reading:
     """Read the samples in another process, which starts now."""
 
     def __init__(
-        self, config: Config, datasets: Mapping[str, Any], *, is_backward: bool = False
+        self, config: Config, datasets: Mapping[str, Dataset], *, is_backward: bool = False
     ) -> None:
         """Start the process.
 
@@ -109,7 +115,7 @@ class Reading:
 
 
 def _read(
-    pipe: Any, datasets: Mapping[str, Any], seed: int, twice: bool, is_backward: bool
+    pipe: Connection, datasets: Mapping[str, Dataset], seed: int, twice: bool, is_backward: bool
 ) -> None:
     """Send the facts of all datasets; this runs in a separate process."""
     ignore_signals_except_parents(0)
@@ -118,7 +124,7 @@ def _read(
     facts: dict[str, Facts] = {}
     for name, data in datasets.items():
         length = getattr(data, "lanes", None) or len(data)
-        samples: dict[str, dict[str, Any]] = {}
+        samples: dict[str, dict[str, Fact]] = {}
         indices = {length * k // SAMPLES for k in range(SAMPLES)}
         for index in sorted(indices, reverse=is_backward):
             if time.monotonic() < deadline:
@@ -130,7 +136,7 @@ def _read(
     pipe.send(facts)
 
 
-def sample_facts(data: Any, index: int, seed: int) -> dict[str, Any]:
+def sample_facts(data: Any, index: int, seed: int) -> dict[str, Fact]:
     """Return the parts of a sample, or of the first one in a lane; an error is a part too."""
     try:
         tell_epoch(data, 0, seed)
@@ -143,7 +149,7 @@ def sample_facts(data: Any, index: int, seed: int) -> dict[str, Any]:
         return {"?": type(error).__name__}
 
 
-def parts(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
+def parts(value: Any, name: str = "") -> Iterator[tuple[str, Fact]]:
     """Yield the name and the fact of each part of a sample."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         value = vars(value)
@@ -171,7 +177,7 @@ def last_part(text: str) -> str:
     return PurePath(text).name if is_path and "\n" not in text else text
 
 
-def numbers(value: Any, name: str) -> Iterator[tuple[str, Any]]:
+def numbers(value: Any, name: str) -> Iterator[tuple[str, Fact]]:
     """Yield the facts of a number, or of an array from any library."""
     if isinstance(value, torch.Tensor):
         value = value.detach().cpu().to_dense()

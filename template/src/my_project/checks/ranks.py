@@ -8,17 +8,19 @@ differently, which does no harm.
 from collections import defaultdict
 from collections.abc import Iterable
 from functools import cache, partial
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 import torch.distributed
 from accelerate import Accelerator
 from torch import Tensor, nn
-from torch.distributed import ReduceOp
+from torch.distributed import ProcessGroup, ReduceOp
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.utils.hooks import RemovableHandle
 
+from ..contract import RecipeModule
 from ..step_sums import dtype_of_sums
 from .findings import Findings
 
@@ -47,10 +49,13 @@ NOT_TRAINING = (
 )
 
 
+Group: TypeAlias = ProcessGroup | None  # None: all ranks
+
+
 class EqualRanks:
     """Compare weights and buffers between the ranks; watch what the first forwards change."""
 
-    def __init__(self, findings: Findings, model: Any, accelerator: Accelerator) -> None:
+    def __init__(self, findings: Findings, model: RecipeModule, accelerator: Accelerator) -> None:
         """Begin a start; its weights are loaded, and the model is in training mode.
 
         Args:
@@ -76,7 +81,7 @@ class EqualRanks:
         }
         named = self.model.named_buffers()
         buffers = [name for name, buffer in named if id(buffer) not in left_out]
-        self.compared: dict[str, tuple[list[str], Any]] = {"buffer": (buffers, None)}
+        self.compared: dict[str, tuple[list[str], Group]] = {"buffer": (buffers, None)}
         meshes = [p.device_mesh for p in parameters.values() if isinstance(p, DTensor)]
         if not meshes:
             self.compared["parameter"] = [*parameters], None
@@ -85,7 +90,7 @@ class EqualRanks:
         self.reported: dict[tuple[str, str], set[str]] = defaultdict(set)
         self.before: dict[str, Tensor] = {}  # sketches
         self.changed: list[set[str]] = []  # in each forward that was checked
-        self.hooks: list[Any] = []
+        self.hooks: list[RemovableHandle] = []
         is_watched = findings.is_on("ranks") and not findings.is_restart_in_place
         if is_watched and meshes:
             self._watch_gathered()
@@ -136,7 +141,7 @@ class EqualRanks:
                 values = {"kind": kind, "worst": worst, "step": self.findings.run.step}
                 self._report(UNEQUAL_MESSAGES[kind], unequal, level, **values)
 
-    def _differences(self, names: list[str], group: Any) -> dict[str, float]:
+    def _differences(self, names: list[str], group: Group) -> dict[str, float]:
         """Return, for each tensor, the difference within a group, relative to the norm."""
         device = self.accelerator.device
         tensors = dict(self.model.named_parameters()) | dict(self.model.named_buffers())
@@ -162,10 +167,10 @@ class EqualRanks:
                 self.hooks.append(module.register_forward_pre_hook(before))
                 self.hooks.append(module.register_forward_hook(after, prepend=True))
 
-    def _note_before(self, prefix: str, module: nn.Module, *_: Any) -> None:
+    def _note_before(self, prefix: str, module: nn.Module, *_: object) -> None:
         self.before |= self._weights(prefix, module)
 
-    def _note_changed(self, prefix: str, module: nn.Module, *_: Any) -> None:
+    def _note_changed(self, prefix: str, module: nn.Module, *_: object) -> None:
         before, after = self.before, self._weights(prefix, module)
         names = after.keys() & before.keys()
         changes = {name: abs(after[name] - before[name])[1] for name in names}
@@ -180,7 +185,7 @@ class EqualRanks:
         }
 
     def _report(
-        self, problem: str, names: Iterable[str], level: str = "warn", **values: Any
+        self, problem: str, names: Iterable[str], level: str = "warn", **values: float | str
     ) -> None:
         """Report a problem with these names; each name is reported once per problem and level."""
         reported = self.reported[problem, level]

@@ -16,14 +16,16 @@ from torch.utils.data import default_collate
 
 from .. import contract
 from ..config import ConfigError
+from ..contract import RecipeModule
 from ..ema import ema_problem
 from ..evaluate import evaluation_mode, restored_state
+from ..files import T
 from ..loading.layout import is_stream
 from ..loading.loader import Fetch, make_loader
 from ..loading.seeding import permutation, seed_forward, seed_rng
 from ..process import DRY_RUN
 from ..ranks import on_main_then_broadcast
-from ..recipe import PARAMETERS, Recipe, optional, source_location
+from ..recipe import PARAMETERS, Batch, Dataset, Datasets, Recipe, optional, source_location
 from .findings import Findings
 
 MIN_SAMPLES, MAX_SAMPLES = 4, 8  # half of 2 is one sample, often a special case in a recipe
@@ -34,7 +36,7 @@ MEAN_RATIOS = 0.4, 0.6  # the whole's loss / the sum of its halves' losses, if l
 
 # ---- loss and num_items --------------------------------------------------------------------------
 def check_sums(
-    findings: Findings, model: Any, train_set: Any, validation_sets: dict[str, Any]
+    findings: Findings, model: RecipeModule, train_set: Dataset, validation_sets: Datasets
 ) -> None:
     """Compare what `loss` returns for a few samples and for their halves. Called by every rank.
 
@@ -73,11 +75,11 @@ def check_sums(
         with nullcontext() if model.autocast else full:
             return np.array([float(value) for value in recipe.loss(plain, batch, 0)[:2]])
 
-    def call(function: Callable, batch: Any) -> Any:
+    def call(function: Callable[[nn.Module, Batch], T], batch: Batch) -> T:
         """Call a function in a forward; raise its error afterwards, so that FSDP can finish it."""
         errors: list[Exception] = []
 
-        def catching(plain: nn.Module, batch: Any) -> Any:
+        def catching(plain: nn.Module, batch: Batch) -> T | None:
             try:
                 return function(plain, batch)
             except Exception as error:
@@ -116,10 +118,10 @@ def check_sums(
         findings.passed("recipe", "loss and num_items add up")
 
 
-def whole_and_halves(collate: Callable, samples: list[Any]) -> list[list[Any]]:
+def whole_and_halves(collate: Callable[[list], Batch], samples: list) -> list[list[Batch]]:
     """Collate samples as a whole, the first half and the second half, under three seeds."""
     half = len(samples) // 2
-    batches: list[list[Any]] = [[], [], []]
+    batches: list[list[Batch]] = [[], [], []]
     for seed, collated in enumerate(batches):
         for part in (samples, samples[:half], samples[half:]):
             seed_rng(seed)

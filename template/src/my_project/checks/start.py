@@ -1,10 +1,10 @@
 """The checks of a start, in the order in which the loop calls them, on every rank."""
 
-from typing import Any
-
 from accelerate import Accelerator
 from torch import nn
 
+from ..contract import RecipeModule
+from ..recipe import DataInfo, Dataset, Datasets
 from ..run_folder import Run
 from .agreement import Agreement
 from .findings import Findings
@@ -19,9 +19,9 @@ class Checks:
         self,
         accelerator: Accelerator,
         run: Run,
-        data_info: dict[str, Any],
-        train_set: Any,
-        validation_sets: dict[str, Any],
+        data_info: DataInfo,
+        train_set: Dataset,
+        validation_sets: Datasets,
     ) -> None:
         """Begin to read samples, while the model is built."""
         self.accelerator = accelerator
@@ -36,12 +36,12 @@ class Checks:
         """Compare samples, code and model between ranks, and with the last start."""
         self.agreement.compare(model, is_resumed=is_resumed)
 
-    def before_first_step(self, model: Any) -> None:
+    def before_first_step(self, model: RecipeModule) -> None:
         """Look for settings without effect, and for sums that do not add up."""
         check_settings(self.findings)
         check_sums(self.findings, model, self.train_set, self.validation_sets)
 
-    def watch(self, model: Any) -> None:
+    def watch(self, model: RecipeModule) -> None:
         """Watch the weights from here on; they have been loaded."""
         self.ranks = EqualRanks(self.findings, model, self.accelerator)
         self.first_step = self.run.step

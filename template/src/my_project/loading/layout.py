@@ -5,10 +5,12 @@ number, some ranks have one fewer: they repeat their first with weight 0, since 
 need the same number of forward and backward passes on every rank.
 """
 
+from collections.abc import Sized
 from dataclasses import dataclass
-from typing import Any
+from typing import TypeGuard
 
 from ..config import BatchesConfig, Config, ConfigError
+from ..recipe import Dataset, Datasets, Stream
 from ..words import processes
 
 
@@ -102,12 +104,12 @@ def batch_layout(config: BatchesConfig, world_size: int) -> BatchLayout:
     return BatchLayout(global_batch_size=total, micro_batches=micro_batches, world_size=world_size)
 
 
-def is_stream(data: Any) -> bool:
+def is_stream(data: Dataset) -> TypeGuard[Stream]:
     """Return whether a dataset is a stream, which is read in lanes."""
     return hasattr(data, "lanes") and callable(getattr(data, "lane", None))  # of a stream
 
 
-def lengths(train_set: Any, validation_sets: dict[str, Any]) -> dict[str, int]:
+def lengths(train_set: Dataset, validation_sets: Datasets) -> dict[str, int]:
     """Count the samples of each dataset, or its lanes."""
     counts = {f"validation set {name}": len(data) for name, data in validation_sets.items()}
     if is_stream(train_set):
@@ -115,13 +117,13 @@ def lengths(train_set: Any, validation_sets: dict[str, Any]) -> dict[str, int]:
     return {"the training set": len(train_set)} | counts
 
 
-def evenly_spaced(data: Any, count: int) -> list[int]:
+def evenly_spaced(data: Sized, count: int) -> list[int]:
     """Return the indices of `count` evenly spaced samples, or of all if there are fewer."""
     count = min(count, len(data))
     return [i * len(data) // count for i in range(count)]
 
 
-def total_steps(config: Config, train_set: Any, layout: BatchLayout) -> int:
+def total_steps(config: Config, train_set: Dataset, layout: BatchLayout) -> int:
     """Count the optimizer steps of the whole run; refuse less data than a global batch."""
     from .streams import steps_of_stream
 

@@ -23,9 +23,9 @@ from torch.utils.data import DataLoader, Subset, TensorDataset, default_collate,
 
 from ..config import BatchesConfig, Config, ConfigError
 from ..process import PR_SET_PDEATHSIG, prctl
-from ..recipe import optional
+from ..recipe import Batch, Dataset, optional
 from .layout import BatchLayout
-from .seeding import SampleSeeds, SeedSamples, derive_seed, sample_keys, seed_rng
+from .seeding import Key, SampleSeeds, SeedSamples, derive_seed, sample_keys, seed_rng
 
 
 class IndexedBatches:
@@ -34,7 +34,7 @@ class IndexedBatches:
     def __init__(
         self,
         config: Config,
-        data: Any,
+        data: Dataset,
         layout: BatchLayout,
         steps: range,
         accelerator: Accelerator,
@@ -86,7 +86,7 @@ class Fetch:
         self.reads_rows = collate is None and is_tensor_dataset(data)  # which draws nothing
         self.is_first = True
 
-    def __getitems__(self, keys: Sequence[tuple[Any, int]]) -> Any:
+    def __getitems__(self, keys: Sequence[Key]) -> Any:
         if self.reads_rows:
             batch = read_rows(self.data, [index for _, index in keys])
         else:
@@ -101,7 +101,7 @@ class Fetch:
             self.is_first = False
         return batch
 
-    def _read(self, keys: Sequence[tuple[Any, int]]) -> Any:
+    def _read(self, keys: Sequence[Key]) -> Any:
         if self.reads_batches:
             return self.collate(self.data.__getitems__(self.seeds.seed_together(keys)))
         samples = []
@@ -152,7 +152,7 @@ def read_rows(data: Any, indices: Sequence[int]) -> list[Tensor]:
     return [tensor[rows] for tensor in data.tensors]
 
 
-def identity(batch: Any) -> Any:
+def identity(batch: Batch) -> Batch:
     """Return a batch as it is: Fetch has collated it, and a worker cannot unpickle a lambda."""
     return batch
 
@@ -241,7 +241,7 @@ def ignore_signals_except_parents(_: int) -> None:
 MAX_OBJECTS, MAX_PARTS = 10_000, 100  # to look at in a dataset, and in each object of it
 
 
-def open_file_in(data: Any) -> str:
+def open_file_in(data: object) -> str:
     """Return the dotted name of an open file or database in a dataset; "" if there is none."""
     queue, seen = deque([("", data)]), set()
     while queue and len(seen) < MAX_OBJECTS:
@@ -257,7 +257,7 @@ def open_file_in(data: Any) -> str:
     return ""
 
 
-def has_position(value: Any) -> bool:
+def has_position(value: object) -> bool:
     """Return whether this is an open file, pipe or database, which forked processes would share.
 
     A file in memory is not, nor one that is only written to, such as a log.
@@ -282,7 +282,7 @@ class _TrialPickler(ForkingPickler):
         return int, (0,)
 
 
-def check_sendable(batch: Any) -> None:
+def check_sendable(batch: object) -> None:
     """Raise a ConfigError in a loader worker for a batch that its queue would drop silently.
 
     The training process would wait for it until the watchdog ends the run.

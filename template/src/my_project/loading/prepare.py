@@ -8,7 +8,6 @@ import socket
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from pathlib import Path
-from typing import Any
 
 from filelock import FileLock, Timeout
 
@@ -16,12 +15,13 @@ from ..config import Config
 from ..contract import described, refuse
 from ..files import open_own, writing
 from ..process import STDERR, stderr_on_terminal
+from ..recipe import DataInfo
 from .seeding import derive_seed, seed_rng
 
 logger = logging.getLogger(__name__)
 
 
-def prepare_data(config: Config) -> dict[str, Any]:
+def prepare_data(config: Config) -> DataInfo:
     """Call the recipe's prepare_data in one process first; the others find the work done.
 
     There is no timeout, since tokenizing can take hours. The random state does not depend on the

@@ -13,7 +13,7 @@ import hashlib
 import random
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import pairwise
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 import torch
@@ -26,14 +26,17 @@ KNOWN_SEED = 20_261_122  # a number that other code is unlikely to use
 FROM_KNOWN_SEED = random.Random(KNOWN_SEED).random()
 NUMPY_FROM_KNOWN_SEED = np.random.RandomState(KNOWN_SEED).random_sample()
 SeedSamples = Literal["auto", True, False]  # see BatchesConfig.seed_samples
+Key = tuple[
+    int | str, int
+]  # of a sample: (epoch, index); the epoch may be a lane, or an evaluation
 
 
-def derive_seed(*parts: Any) -> int:
+def derive_seed(*parts: object) -> int:
     """Hash the parts into a 64-bit seed, the same on every machine."""
     return int.from_bytes(_hash("/".join(map(str, parts))).digest(), "little")
 
 
-def _hash(text: str) -> Any:
+def _hash(text: str) -> "hashlib.blake2b":
     return hashlib.blake2b(text.encode(), digest_size=8)
 
 
@@ -136,11 +139,11 @@ class SampleSeeds:
         """Seed nothing yet; a mode of False never does."""
         self.seed = seed
         self.mode = mode
-        self.epoch: Any = None
-        self.epoch_hash: Any = None  # of what the seeds of an epoch have in common
-        self.torch_state: Any = None  # before samples that are read together
+        self.epoch: int | str | None = None
+        self.epoch_hash = _hash("")  # of what the seeds of an epoch have in common
+        self.torch_state: torch.Tensor | None = None  # before samples that are read together
 
-    def each(self, keys: Iterable[tuple[Any, int]]) -> Iterator[int]:
+    def each(self, keys: Iterable[Key]) -> Iterator[int]:
         """Seed the generators for each sample, with derive_seed(seed, "sample", epoch, index).
 
         Args:
@@ -166,7 +169,7 @@ class SampleSeeds:
                     np.random.seed(derived % 2**32)
             yield index
 
-    def seed_together(self, keys: Sequence[tuple[Any, int]]) -> list[int]:
+    def seed_together(self, keys: Sequence[Key]) -> list[int]:
         """Seed for a micro-batch whose samples are read together, as for its first sample."""
         next(self.each(keys))
         self.torch_state = torch.default_generator.get_state()

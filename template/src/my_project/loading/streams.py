@@ -17,15 +17,16 @@ from accelerate.utils import recursively_apply
 from torch.utils.data import IterableDataset, default_collate, get_worker_info
 
 from ..config import Config, ConfigError
+from ..files import Json
 from ..ranks import gather_on_main
-from ..recipe import optional, source_location
+from ..recipe import Stream, optional, source_location
 from ..words import processes
 from .layout import BatchLayout
 from .loader import check_sendable, make_loader, on_device
 from .seeding import SampleSeeds, derive_seed, seed_rng
 
 
-def steps_of_stream(config: Config, stream: Any, layout: BatchLayout) -> int:
+def steps_of_stream(config: Config, stream: Stream, layout: BatchLayout) -> int:
     """Return the number of steps, which the config must state; refuse lanes that do not divide."""
     size, lanes = layout.global_batch_size, stream.lanes
     if lanes < 1 or size % lanes or lanes % layout.micro_batches:
@@ -55,14 +56,14 @@ class LaneReader(IterableDataset):
     after these samples, or None if the lane has no state_dict.
     """
 
-    stream: Any  # an object with `lane(i, start, seed)`
+    stream: Stream
     lanes: Sequence[Sequence[int]]  # of each micro-batch of a step
     per_step: int  # samples of a lane in a step
     start: int  # samples to skip in each lane
     seeds: SampleSeeds  # its mode is not auto, which would have to read samples again
-    states: Mapping[int, Any]  # after `start` samples, of the lanes that have one
+    states: Mapping[int, Json]  # after `start` samples, of the lanes that have one
 
-    def __iter__(self) -> Iterator[dict[int, tuple[list[Any], Any]]]:
+    def __iter__(self) -> Iterator[dict[int, tuple[list, Json]]]:
         """Read without end."""
         info = get_worker_info()
         worker, workers = (info.id, info.num_workers) if info else (0, 1)
@@ -74,7 +75,7 @@ class LaneReader(IterableDataset):
                 check_sendable(part)
             yield part
 
-    def _read(self, i: int) -> Iterator[tuple[list[Any], Any]]:
+    def _read(self, i: int) -> Iterator[tuple[list, Json]]:
         """Yield the samples of each step of a lane, and the state after them."""
         try:
             state = self.states.get(i)
@@ -103,7 +104,7 @@ class LaneReader(IterableDataset):
             raise
 
 
-def plain(state: Any) -> Any:
+def plain(state: Json) -> Json:
     """Copy a lane's state via JSON; refuse one that JSON, and so a checkpoint, would change."""
     copied = json.loads(json.dumps(state))
     if copied != state:
@@ -122,11 +123,11 @@ class StreamBatches:
     def __init__(
         self,
         config: Config,
-        data: Any,
+        data: Stream,
         layout: BatchLayout,
         steps: range,
         accelerator: Accelerator,
-        states: Sequence[Any],
+        states: Sequence[Json],
     ) -> None:
         """Start at steps.start.
 
@@ -155,12 +156,12 @@ class StreamBatches:
     def __iter__(self) -> Iterator[Any]:
         return self.batches
 
-    def stream_states(self) -> list[Any]:
+    def stream_states(self) -> list[Json]:
         """Return the states of all lanes after the last step, on rank 0. Called by every rank.
 
         It is [] if the lanes have none, and on all ranks but 0, which saves them.
         """
-        states: dict[int, Any] = {}
+        states: dict[int, Json] = {}
         for rank_states in gather_on_main(self.accelerator, self.states):
             states |= rank_states
         has_states = any(state is not None for state in states.values())

@@ -15,7 +15,7 @@ import os
 import re
 import shutil
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -169,7 +169,7 @@ def is_safe(name: str) -> bool:
     return not any(p in ("", ".", "..") or "\\" in p for p in parts) and not name.endswith(PARTIAL)
 
 
-def transfer(function: Any, *arguments: Any) -> None:
+def transfer(function: Callable, *arguments: Iterable) -> None:
     """Call a function for each file, several at a time."""
     with ThreadPoolExecutor(THREADS) as pool:
         list(pool.map(function, *arguments))

@@ -15,14 +15,13 @@ from contextlib import suppress
 from functools import partial
 from itertools import takewhile
 from pathlib import Path
-from typing import Any
 
 from accelerate import Accelerator
 
 from ..checkpoint.resuming import kept_steps, remove
 from ..checkpoint.saving import Checkpoints
 from ..config import ConfigError
-from ..files import TransientError, open_own
+from ..files import Json, TransientError, open_own
 from ..ranks import on_main_then_broadcast
 from ..run_files import checkpoint_step, checkpoints, write_status
 from .store import (
@@ -353,7 +352,7 @@ class Mirror:
             self.store.write(manifest, text)
         self._sent[name] = text
 
-    def _rotate(self, names: list[str], state: dict[str, Any], newest: int) -> None:
+    def _rotate(self, names: list[str], state: dict[str, Json], newest: int) -> None:
         """Remove checkpoints that need not be kept, each one's manifest first.
 
         Also parts of those that a save removed while they were uploaded.

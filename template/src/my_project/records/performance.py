@@ -20,7 +20,7 @@ from ..config import Config
 from ..contract import RecipeModule
 from ..loading.layout import BatchLayout
 from ..parallel import is_compiled
-from ..recipe import optional
+from ..recipe import Batch, optional
 from ..run_files import Record
 from ..run_folder import Run
 from ..state import StepReport
@@ -66,7 +66,7 @@ class Performance:
         if record.kind == "start":
             self.interval_began = time.perf_counter()
 
-    def wrap_batches(self, batches: Iterable[Any]) -> Iterator[Any]:
+    def wrap_batches(self, batches: Iterable[Batch]) -> Iterator[Batch]:
         """Pass the micro-batches on, and measure how long the step waits for each."""
         began = time.perf_counter()
         for batch in batches:
@@ -112,12 +112,12 @@ class Performance:
         self.interval_seconds: dict[str, float] = dict.fromkeys(("data", *PAUSES), 0.0)
         self.compilations_before = compilations() if self.is_compiled else 0
 
-    def end_interval(self) -> dict[str, Any]:
+    def end_interval(self) -> dict[str, float]:
         """Return this rank's fields; begin to gather the ranks' reports; begin a new interval."""
         steps, seconds = self.interval_steps, self.interval_seconds
         whole = self.clock - self.interval_began
         without_pauses = whole - sum(seconds[name] for name in PAUSES)
-        fields: dict[str, Any] = self.throughput.add(steps, self.interval_items, without_pauses)
+        fields = self.throughput.add(steps, self.interval_items, without_pauses)
         fields |= {f"{name}_share": part / whole for name, part in seconds.items()}
         if self.is_compiled:
             fields["compilations"] = compilations() - self.compilations_before
@@ -126,7 +126,7 @@ class Performance:
         self._begin_interval()
         return fields
 
-    def gathered(self) -> dict[str, Any]:
+    def gathered(self) -> dict[str, float | str]:
         """Wait for the other ranks' reports of the interval that has ended; return its fields.
 
         Called on all ranks.
@@ -176,11 +176,11 @@ PEAK_TFLOPS = {
 }
 
 
-def peak_tflops(device: Any, precision: str, *, tf32: bool) -> float | None:
+def peak_tflops(device: torch.device, precision: str, *, tf32: bool) -> float | None:
     """Return the peak TFLOP/s of a GPU by its name; None for an unknown one.
 
     Args:
-        device: a torch.device.
+        device: the GPU.
         precision: no, bf16 or fp16.
         tf32: whether float32 matrix products may use TF32.
     """
@@ -292,7 +292,7 @@ class RankReports:
                 self.work.wait()  # blocks the CUDA stream, not the host
         self.copy = HostCopy(reports)
 
-    def summarize(self, hosts: list[str]) -> dict[str, Any]:
+    def summarize(self, hosts: list[str]) -> dict[str, float | str]:
         """Wait for the reports; return the fields of a record about all ranks.
 
         Args:
@@ -301,7 +301,7 @@ class RankReports:
         if self.work:
             self.work.wait()
         rank_seconds, data_seconds, memory, utilization = zip(*self.copy.tolist(), strict=True)
-        fields: dict[str, Any] = {}
+        fields: dict[str, float | str] = {}
         for name, seconds in (("rank_seconds", rank_seconds), ("data_seconds", data_seconds)):
             fields[f"{name}_min"] = min(seconds)
             fields[f"{name}_median"] = statistics.median(seconds)

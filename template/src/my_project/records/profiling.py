@@ -13,13 +13,13 @@ import logging
 import os
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Any
 
 import torch
 from accelerate import Accelerator
 from torch.profiler import ProfilerActivity, schedule
 
 from ..files import discard
+from ..recipe import Batch
 from ..run_folder import Run
 
 logger = logging.getLogger(__name__)
@@ -29,20 +29,20 @@ OPERATORS = 15  # rows of the table
 class Profiler:
     """Profile this rank, if it is one of profile.ranks."""
 
-    def __init__(self, run: Run, accelerator: Accelerator, *_: Any) -> None:
+    def __init__(self, run: Run, accelerator: Accelerator, *_: object) -> None:
         self.run = run
         self.device = accelerator.device
         self.folder = run.folder / "profile"
         self.first = self.last = 0
         self.profile: torch.profiler.profile | None = None
 
-    def wrap_batches(self, batches: Iterable[Any]) -> Iterable[Any]:
+    def wrap_batches(self, batches: Iterable[Batch]) -> Iterable[Batch]:
         """Begin at the first micro-batch, so that no evaluation before it is profiled."""
         config = self.run.config.profile
         is_profiled = config.window and self.run.rank in config.ranks
         return self._profiled(batches) if is_profiled else batches
 
-    def _profiled(self, batches: Iterable[Any]) -> Iterator[Any]:
+    def _profiled(self, batches: Iterable[Batch]) -> Iterator[Batch]:
         self._begin(self.run.step)
         yield from batches
 

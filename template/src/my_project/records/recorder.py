@@ -51,6 +51,7 @@ from ..config import Config
 from ..files import Json, finite, open_own, unused_name, writing
 from ..loading.layout import BatchLayout
 from ..optim import learning_rate
+from ..recipe import Batch
 from ..run_files import Record, each_record_backward
 from ..run_folder import Run
 from ..state import NotFiniteError, StepReport, TrainState
@@ -173,7 +174,7 @@ class Recorder:
         return self._fields("of_run")
 
     # ---- the step --------------------------------------------------------------------------------
-    def timed(self, batches: Iterable[Any]) -> Iterator[Any]:
+    def timed(self, batches: Iterable[Batch]) -> Iterator[Batch]:
         """Pass the micro-batches on; an output may measure how long the step waits for each."""
         for output in self.outputs:
             if hasattr(output, "wrap_batches"):

@@ -16,17 +16,18 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 from accelerate.utils import send_to_device
+from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.utils.data import Subset
 
 from ..config import Config
 from ..evaluate import evaluation_mode
 from ..failures import exception_frames, own_frame
-from ..files import discard
+from ..files import Json, discard
 from ..loading.layout import evenly_spaced
 from ..loading.loader import Fetch, identity, make_loader
 from ..loading.seeding import seed_forward
-from ..recipe import optional
+from ..recipe import DataInfo, Dataset, Datasets, optional
 from ..run_folder import Run
 from ..words import rendered, short_path, shortened
 
@@ -53,10 +54,10 @@ class LoadedSubset(Subset):
 def show(
     accelerator: Accelerator,
     run: Run,
-    model: Any,
-    data_info: dict[str, Any],
-    validation_sets: dict[str, Any],
-) -> dict[str, Any]:
+    model: nn.Module,
+    data_info: DataInfo,
+    validation_sets: Datasets,
+) -> dict[str, Json]:
     """Let the recipe answer with the current weights. Called by every rank after an evaluation.
 
     Args:
@@ -104,7 +105,7 @@ def reported() -> Iterator[None]:
         logger.warning("the samples of this evaluation are left out: %s%s", reason, place)
 
 
-def read(config: Config, data: Any, device: torch.device) -> LoadedSubset:
+def read(config: Config, data: Dataset, device: torch.device) -> LoadedSubset:
     """Read samples onto a device as an evaluation does: in a loader worker, if there are any.
 
     In this process the dataset might open a file, whose offset later workers would share.
@@ -119,7 +120,7 @@ def read(config: Config, data: Any, device: torch.device) -> LoadedSubset:
 
 
 # ---- files ---------------------------------------------------------------------------------------
-def keep(run: Run, answer: str, answers: Path) -> dict[str, Any]:
+def keep(run: Run, answer: str, answers: Path) -> dict[str, Json]:
     """Write the answer and copy files into a folder for this step, and remove older folders."""
     files = sorted(path for path in answers.iterdir() if path.is_file())
     if not answer and not files:
@@ -134,7 +135,7 @@ def keep(run: Run, answer: str, answers: Path) -> dict[str, Any]:
     done = [path for path in folders if path.name <= folder.name]  # later ones will be replaced
     for path in {*folders} - {*done[-KEPT:]}:
         shutil.rmtree(path)
-    shown: dict[str, Any] = {"sample": shortened(answer, MAX_CHARACTERS)} if answer else {}
+    shown: dict[str, Json] = {"sample": shortened(answer, MAX_CHARACTERS)} if answer else {}
     if pictures := [path.name for path in files if path.suffix.lower() in IMAGES]:
         shown["pictures"] = [f"samples/{folder.name}/{name}" for name in pictures]
     return shown

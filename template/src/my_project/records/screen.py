@@ -25,7 +25,7 @@ SECONDS_PER_DRAWING = 0.25
 class Screen:
     """A bar on the last line of a terminal; each line of the log erases it first."""
 
-    def __init__(self, run: Run, *_: Any) -> None:
+    def __init__(self, run: Run, *_: object) -> None:
         self.total_steps = run.total_steps
         self.is_terminal = False
         self.step = 0  # steps done

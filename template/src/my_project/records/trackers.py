@@ -21,7 +21,7 @@ from textwrap import indent
 from typing import Any
 
 import numpy as np
-from accelerate.tracking import LOGGER_TYPE_TO_CLASS, get_available_trackers
+from accelerate.tracking import LOGGER_TYPE_TO_CLASS, GeneralTracker, get_available_trackers
 
 from ..config import Config, ConfigError, to_dict, to_yaml
 from ..contract import TRAIN_TAGS
@@ -42,14 +42,14 @@ WITH_SAMPLES = {"tensorboard", "wandb"}  # trackers that take texts and pictures
 class TrackerThread(threading.Thread):
     """A thread that opens a tracker, and then calls the functions in the queue with it."""
 
-    def __init__(self, name: str, open_tracker: Callable[[], Any]) -> None:
+    def __init__(self, name: str, open_tracker: Callable[[], GeneralTracker]) -> None:
         super().__init__(name=name, daemon=True)
         self.open_tracker = open_tracker
-        self.queue: queue.Queue[tuple[str, Callable[[Any], Any]]] = queue.Queue(MAX_WAITING)
+        self.queue: queue.Queue[tuple[str, Callable]] = queue.Queue(MAX_WAITING)
         self.is_open = threading.Event()  # also set if it has failed
         self.start()
 
-    def put(self, action: str, function: Callable[[Any], Any]) -> None:
+    def put(self, action: str, function: Callable[[GeneralTracker], None]) -> None:
         """Queue a function to be called with the tracker; do nothing if the tracker has failed."""
         if self.is_alive():
             try:
@@ -75,7 +75,7 @@ class TrackerThread(threading.Thread):
 class Trackers:
     """The trackers of a run, on rank 0; one that fails is left out from then on."""
 
-    def __init__(self, run: Run, *_: Any) -> None:
+    def __init__(self, run: Run, *_: object) -> None:
         self.run = run
         self.threads: list[TrackerThread] = []
         self.finish_seconds = FINISH_SECONDS
@@ -109,7 +109,7 @@ class Trackers:
         for link in [*self.run.trackers.values()]:  # a slow tracker may add one meanwhile
             logger.info(link)
 
-    def _open(self, name: str, step: int) -> Any:
+    def _open(self, name: str, step: int) -> GeneralTracker:
         """Open a tracker by accelerate's class, as init_trackers does; called in its thread."""
         config, kind = self.run.config, LOGGER_TYPE_TO_CLASS[name]
         where = (config.runs_folder,) if kind.requires_logging_directory else ()
@@ -121,7 +121,7 @@ class Trackers:
             self.run.trackers[name] = f"tensorboard --logdir {config.runs_folder}"
             return tracker
         project = __name__.partition(".")[0]
-        options: dict[str, Any] = {}
+        options: dict[str, str] = {}
         if name == "wandb":
             project = os.environ.get("WANDB_PROJECT") or project
             folder = os.environ.get("WANDB_DIR") or str(Path(config.runs_folder).absolute())

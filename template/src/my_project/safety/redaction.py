@@ -152,7 +152,7 @@ def secrets_in(settings: Any, name: str = "", secret: str = "") -> Iterator[str]
             yield name
 
 
-def secrets_problem(settings: Any) -> str:
+def secrets_problem(settings: object) -> str:
     """Return the message that refuses settings with a secret; empty if there is none."""
     for name in secrets_in(settings):
         return (

@@ -26,7 +26,7 @@ from typing import Any
 from jsonargparse import _common, set_parsing_settings
 
 from ..config import Config, ConfigError
-from ..files import read_yaml
+from ..files import Json, read_yaml
 from ..settings import parse
 from .search_path import is_inside, run_folder
 
@@ -91,7 +91,7 @@ def read_config(path: Path, trusted: Iterable[str] = (), given: Path | None = No
         ) from error
 
 
-def _pick(saved: Any, names: Iterable[str]) -> dict[str, Any]:
+def _pick(saved: Json, names: Iterable[str]) -> dict[str, Any]:
     return {name: saved[name] for name in names if isinstance(saved, dict) and name in saved}
 
 
@@ -136,7 +136,7 @@ def _named_in_configs(weights: str) -> Iterator[str]:
                     yield from _strings(read_yaml(file))
 
 
-def _strings(value: Any) -> Iterator[str]:
+def _strings(value: Json) -> Iterator[str]:
     if isinstance(value, str):
         yield value
     elif isinstance(value, (dict, list)):

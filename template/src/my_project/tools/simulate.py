@@ -52,6 +52,7 @@ from ..loading.layout import (
     is_stream,
 )
 from ..process import no_garbage_collection
+from ..recipe import DataInfo, Dataset
 from ..settings import parse
 
 # The function of FSDP2 that returns the parts of all ranks, from which FSDP2 takes that of its rank
@@ -231,7 +232,7 @@ def _as_rank_0(launched: launch.Launch) -> Iterator[None]:
 
 
 # ---- the batch -----------------------------------------------------------------------------------
-def _batch(config: Config, train_set: Any, micro_batch: int, fake: FakeTensorMode) -> Any:
+def _batch(config: Config, train_set: Dataset, micro_batch: int, fake: FakeTensorMode) -> Any:
     """Return a micro-batch of fake tensors: a few samples, repeated.
 
     The samples are made fake before they are collated, so that no large batch is ever in memory.
@@ -256,7 +257,7 @@ class _Step:
     """The model, the optimizer and the step of rank 0."""
 
     def __init__(
-        self, config: Config, world_size: int, precision: str, data_info: dict[str, Any]
+        self, config: Config, world_size: int, precision: str, data_info: DataInfo
     ) -> None:
         """Build and prepare the model and its optimizer as train.py does."""
         self.recipe = config.recipe
