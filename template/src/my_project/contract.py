@@ -277,9 +277,7 @@ def best_mode(metric: Any, result: str, name: str) -> str:
     return modes.pop()
 
 
-def scalars(
-    recipe: Recipe, name: str, value: SupportsFloat | dict[str, SupportsFloat]
-) -> dict[str, float]:
+def scalars(recipe: Recipe, name: str, value: SupportsFloat | dict) -> dict[str, float]:
     """Return the result of a metric's compute() as numbers by name; those of a dict by name/key."""
     parts = value if isinstance(value, dict) else {"": value}
     try:
