@@ -117,8 +117,8 @@ def main() -> None:
             is_same = run.weights() == weights
     seconds, measured = shares.pop("seconds"), shares["kept"]
     points = 100 * (measured - predicted)
-    end = starts[0].end
-    first = ((end and end.first_step_time) or 0) - starts[0].begin.time
+    begin, end = starts[0]
+    first = ((end and end.first_step_time) or 0) - begin.time
     print(f"{steps} steps, {seconds:.0f} s: {steps * step / seconds:.2%} at the warm-up's speed")
     print(f"first start {first:.1f} s: {measured * seconds / (seconds - first):.2%} without it")
     print(", ".join(f"{name} {share:.2%}" for name, share in shares.items()))

@@ -17,18 +17,18 @@ REPOSITORY = Path(__file__).resolve().parents[1]
 TEMPLATE = REPOSITORY / "template"
 PACKAGE = TEMPLATE / "src/my_project"
 CEILINGS = {
-    "lines of train.py and all that it imports": 8_554,
+    "lines of train.py and all that it imports": 8_543,
     "files of train.py and all that it imports": 55,
-    "lines of the package without tools/": 11_227,
-    "lines of tools/": 2_567,
+    "lines of the package without tools/": 11_215,
+    "lines of tools/": 2_543,
     "lines of template/tests": 4_268,
-    "lines of template/tests and tests": 21_558,
+    "lines of template/tests and tests": 21_557,
     "settings": 60,
     "methods of a recipe": 14,
     "lines of launching/": 2_030,
     "lines of main in train.py": 40,
     "lines of train_step in train.py": 45,
-    "Any per 1,000 lines without tools/ and launching/": 21,
+    "Any per 1,000 lines without tools/ and launching/": 15,
 }
 STEP_FILES = 28
 NO_CODE = {

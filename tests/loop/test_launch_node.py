@@ -454,10 +454,8 @@ def test_killed_processes_are_started_again_in_place_and_give_the_same_weights(t
         assert re.search(rf"rank {victim} was ended by SIGKILL[^\n]*: {again}", shown)
     assert shown.count("2 processes on CPU") == 3
     first, _, second, _, third, last = run_files.lines(tmp_path / "runs/tiny")
-    assert [start.attempt for start in (first, second, third)] == [0, 1, 2]
-    causes = [
-        start.end and start.end.cause for start in run_files.each_start(tmp_path / "runs/tiny")
-    ]
+    assert [start.id.rpartition(".")[2] for start in (first, second, third)] == ["0", "1", "2"]
+    causes = [end and end.cause for _, end in run_files.each_start(tmp_path / "runs/tiny")]
     assert causes == ["SIGKILL", "SIGKILL", ""]
     assert (last.outcome, last.step) == ("finished", 40)
     calendar = read_json(tmp_path / "runs/tiny/status.json")["goodput"]["calendar"]

@@ -76,7 +76,7 @@ def launched(folder: Path, processes: int, *words: str, launcher="", flags=()) -
 
 def sizes(folder: Path) -> list[int | None]:
     """Return the lowered size of each start, as starts.jsonl has it."""
-    return [start.begin.micro_batch_size for start in each_start(folder / "runs/tiny")]
+    return [begin.micro_batch_size for begin, _ in each_start(folder / "runs/tiny")]
 
 
 def losses(folder: Path, name: str) -> list[float]:
@@ -103,7 +103,7 @@ def test_the_run_goes_on_with_micro_batches_that_fit(small, processes, recipe):
     code, shown = launched(small, processes, *arguments, "--steps", "5")
     assert code == 0, shown
     assert sizes(small) == [None, 2, 1][: 2 + (fitting == 1)]
-    causes = [start.end and start.end.cause for start in each_start(small / "runs/tiny")]
+    causes = [end and end.cause for _, end in each_start(small / "runs/tiny")]
     kind = "out of host memory" if recipe.get("kind") else "out of memory"
     assert causes[:-1] == [kind] * (len(causes) - 1)
     line = f"batches.micro_batch_size is {fitting}, since larger micro-batches did not fit"
@@ -230,7 +230,7 @@ def test_a_kill_by_the_kernel_is_followed_by_smaller_ones(small, batch_norm):
     code, shown = launched(small, 1, *arguments, launcher="my_project.launch")
     assert code == (2 if batch_norm else 0), shown
     assert sizes(small) == ([None] if batch_norm else [None, 2])
-    end = each_start(small / "runs/tiny")[0].end
+    _, end = each_start(small / "runs/tiny")[0]
     assert end
     assert (end.outcome, end.cause) == ("failed", "out of host memory")
     (error,) = map(read_json, (small / "runs/tiny/errors").glob("*.json"))

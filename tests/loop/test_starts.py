@@ -126,7 +126,8 @@ def test_the_line_of_a_start_comes_with_the_run_into_its_folder(tmp_path):
     new.end({0: -9}, [], "")
     assert [line.id for line in lines(tmp_path / "old")] == [old.id] * 2
     first, *_, last = lines(folder)
-    assert (first.event, first.nodes, first.world_size) == ("start", 2, 4)
+    written = json.loads((folder / "starts.jsonl").read_text().splitlines()[0])
+    assert (written["event"], written["nodes"], written["world_size"]) == ("start", 2, 4)
     assert first.checkpoint is None
     assert (last.outcome, last.cause, last.from_step) == ("killed", "SIGKILL", 0)
 

@@ -35,6 +35,7 @@ from .loading.layout import batch_layout
 from .loading.loader import number_of_workers
 from .optim import UNSCHEDULED, optimizer_class
 from .process import no_garbage_collection, world
+from .run_files import Numerics
 from .run_folder import Run
 from .settings import did_you_mean
 
@@ -244,7 +245,7 @@ def check_world(accelerator: Accelerator) -> None:
         )
 
 
-def numerics(accelerator: Accelerator, run: Run) -> dict[str, Any]:
+def numerics(accelerator: Accelerator, run: Run) -> Numerics:
     """Return the settings that affect the numbers of a run, but may change between launches."""
     config = run.config
     is_ddp = accelerator.num_processes > 1

@@ -12,19 +12,21 @@ import json
 import math
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
 from types import NoneType, UnionType
-from typing import Any, Literal, Union, get_args, get_origin
+from typing import Any, Literal, TypeAlias, Union, get_args, get_origin
 
-from .files import ConfigError
+from .files import ConfigError, Json, T
 from .recipe import Recipe, source_location
 from .safety.redaction import secrets_problem
 
+Limits: TypeAlias = Mapping[str, Any]  # the metadata of a field
 
-def may_change(default: Any, **limits: Any) -> Any:
+
+def may_change(default: T, **limits: float | str) -> T:
     """Declare a field that may change between two starts, with limits or an example (such_as)."""
     return field(default=default, metadata={"changes_curve": False} | limits)
 
@@ -352,7 +354,7 @@ def check_limits(settings: Any, prefix: str = "") -> None:
 
 
 # ---- the values of a setting ---------------------------------------------------------------------
-KINDS: dict[Any, str] = {  # the types of settings, and what messages call them
+KINDS: dict[type, str] = {  # the types of settings, and what messages call them
     bool: "true or false",
     int: "a whole number",
     float: "a number",
@@ -363,7 +365,7 @@ KINDS: dict[Any, str] = {  # the types of settings, and what messages call them
 }
 
 
-def each_setting(kind: Any = None, prefix: str = "") -> Iterator[tuple[str, Any, Any]]:
+def each_setting(kind: Any = None, prefix: str = "") -> Iterator[tuple[str, Any, Limits]]:
     """Yield the dotted name, type and metadata of each setting; a group precedes its settings.
 
     Args:
@@ -404,7 +406,7 @@ def takes(kind: Any, such_as: str = "") -> list[str]:
     return [KINDS[origin] + f" such as {such_as}" * (origin is str and bool(such_as))]
 
 
-def wrong_value(name: str, value: Any, kind: Any, metadata: Any = None) -> ConfigError:
+def wrong_value(name: str, value: Any, kind: Any, metadata: Limits | None = None) -> ConfigError:
     """Return the error for a wrong value: the setting's name, the value and the allowed values.
 
     Args:
@@ -436,9 +438,9 @@ def parse_duration(duration: str) -> int:
     return ((days * 24 + hours) * 60 + minutes) * 60 + seconds
 
 
-def to_dict(config: Any) -> dict[str, Any]:
+def to_dict(config: Any) -> dict[str, Json]:
     """Return a config as plain data in the form of the YAML files."""
-    plain: dict[str, Any] = {}
+    plain: dict[str, Json] = {}
     for f in dataclasses.fields(config):
         value = getattr(config, f.name)
         if f.name == "recipe" and isinstance(config, Config):
@@ -454,18 +456,16 @@ def _plain(value: Any) -> Any:
     """Convert a value to a YAML type that settings.parse reads back."""
     match value:
         case Enum():
-            plain: Any = value.name
+            return value.name
         case Path():
-            plain = os.fspath(value)
+            return os.fspath(value)
         case dict():
-            plain = {_plain(key): _plain(part) for key, part in value.items()}
+            return {_plain(key): _plain(part) for key, part in value.items()}
         case set() | frozenset():
-            plain = sorted(map(_plain, value), key=repr)  # the same order on every rank
+            return sorted(map(_plain, value), key=repr)  # the same order on every rank
         case list() | tuple():
-            plain = [_plain(part) for part in value]
-        case _:
-            plain = to_dict(value) if dataclasses.is_dataclass(value) else value
-    return plain
+            return [_plain(part) for part in value]
+    return to_dict(value) if dataclasses.is_dataclass(value) else value
 
 
 def to_yaml(config: Config) -> str:
@@ -481,7 +481,7 @@ def to_yaml(config: Config) -> str:
     return yaml.safe_dump(to_dict(config), sort_keys=False, allow_unicode=True)
 
 
-def fixed_settings(config: Config) -> dict[str, Any]:
+def fixed_settings(config: Config) -> dict[str, Json]:
     """Return the settings that change the training curve, by dotted name."""
     return saved_fixed_settings(to_dict(config), config)
 
@@ -495,7 +495,7 @@ def used_fixed_settings(config: Config) -> list[str]:
     return [name for name, value in fixed_settings(config).items() if value != defaults.get(name)]
 
 
-def saved_fixed_settings(saved: Any, config: Any, prefix: str = "") -> dict[str, Any]:
+def saved_fixed_settings(saved: dict[str, Json], config: Any, prefix: str = "") -> dict[str, Json]:
     """Return the fixed settings of a config.yaml, without importing the classes that it names.
 
     Args:

@@ -280,9 +280,7 @@ def best_mode(metric: Any, result: str, name: str) -> str:
     return modes.pop()
 
 
-def scalars(
-    recipe: Recipe, name: str, value: SupportsFloat | dict[str, SupportsFloat]
-) -> dict[str, float]:
+def scalars(recipe: Recipe, name: str, value: SupportsFloat | dict) -> dict[str, float]:
     """Return a metric's result as numbers by name; if it is a dict, the names are <name>/<key>."""
     parts = value if isinstance(value, dict) else {"": value}
     try:

@@ -162,7 +162,7 @@ def convert(value: Json, hint: Any) -> Any:
         return tuple(convert(item, parts[0]) for item in value)
     elif isinstance(value, dict) and kind is dict:
         return {name: convert(item, parts[1]) for name, item in value.items()} if parts else value
-    elif hint is Any or type(value) is kind or (kind is float and is_number(value)):
+    elif type(value) is kind or (kind is float and is_number(value)):
         return value
     raise TypeError(f"{type(value).__name__} is not {hint}")
 
@@ -295,12 +295,6 @@ def code_digest(recipe: object) -> str:
 def is_number(value: Json) -> TypeGuard[float]:
     """Return whether a value of a JSON file is a number."""
     return isinstance(value, (int, float)) and not isinstance(value, bool)
-
-
-def is_like(value: Any, types: Mapping[str, type | tuple[type, ...]]) -> bool:
-    """Return whether a value of a JSON file is an object whose fields have these types."""
-    is_object = isinstance(value, dict)
-    return is_object and all(isinstance(value.get(name), kind) for name, kind in types.items())
 
 
 def flush_to_disk(path: Path) -> None:

@@ -14,6 +14,7 @@ from typing import Any, NotRequired, TypedDict
 
 from .files import (
     FormatError,
+    Json,
     discard,
     flush_to_disk,
     open_own,
@@ -36,7 +37,7 @@ class Manifest(TypedDict):
     files: dict[str, str]  # the SHA-256 of each by its name
     resumed_from: str | None  # the --resume path at which the run began
     state: dict[str, Any]  # what the checkpoint holds besides tensors
-    provenance: NotRequired[dict[str, Any]]  # where it comes from
+    provenance: NotRequired[dict[str, Json]]  # where it comes from
 
 
 def manifest_text(content: Manifest) -> str:

@@ -74,12 +74,10 @@ def _explain(error: Exception, run: Run, smaller: Smaller) -> None:
     setattr(error, "facts", facts)  # noqa: B010 - see failures.exception_failure
 
 
-def smaller_micro_batch(
-    run: Run, layout: BatchLayout, model: nn.Module, train_set: Dataset
-) -> Smaller:
+def smaller_micro_batch(run: Run, layout: BatchLayout, model: nn.Module, data: Dataset) -> Smaller:
     """Return what to do if the micro-batches of a layout do not fit in memory."""
     size, total, lanes = layout.micro_batch_size, layout.global_batch_size, 0
-    lanes = train_set.lanes if layouts.is_stream(train_set) else 0
+    lanes = data.lanes if layouts.is_stream(data) else 0
     sizes = [n for n in range(size // 2, 0, -1) if not lanes % -(-total // n)]
     if not sizes:
         return Smaller(

@@ -177,7 +177,7 @@ def normalize_and_clip_(
         finite if the gradient is not.
     """
     # torch.nn.utils.get_total_norm, without its sorting of the gradients by device
-    norm: Any = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients)))  # type: ignore
+    norm = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients)))  # type: ignore
     if isinstance(norm, DTensor):  # the gradients are sharded
         norm = norm.full_tensor()
     if norm.is_cpu:  # reading it is immediate, and numbers are faster than tensors

@@ -170,7 +170,7 @@ def never_fail_to_print() -> None:
         stream = getattr(sys, name)
         if type(stream) is io.TextIOWrapper:  # a test or a notebook may have replaced it
             # unbuffered: a buffer whose writing a signal interrupts would be written twice
-            raw: Any = _DroppingFile(stream.fileno(), "w", closefd=False)
+            raw = _DroppingFile(stream.fileno(), "w", closefd=False)
             text = io.TextIOWrapper(raw, stream.encoding, "backslashreplace", line_buffering=True)
             setattr(sys, name, text)
 

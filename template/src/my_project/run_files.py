@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import TypeAlias
 
 from .failures import Failure
 from .files import (
@@ -31,6 +31,7 @@ from .files import (
 RUN_FORMAT = 1  # of a run folder, in run.json; docs/run-folder.md says what it means
 BLOCK_BYTES = 1 << 16  # of one read from the end of a file
 ENDED = ("finished", "preempted")  # the outcomes after which no step has to be done again
+Numerics: TypeAlias = dict[str, str | bool | int | None]  # see accelerator.numerics
 MAX_STEP = 2**53  # exact as a float
 
 
@@ -81,7 +82,7 @@ class RunInfo:
     launch: str = ""
     begun_by: dict[str, int] | None = None
     hosts: tuple[str, ...] = ()
-    numerics: dict[str, Any] = field(default_factory=dict)
+    numerics: Numerics = field(default_factory=dict)
     lengths: dict[str, int] = field(default_factory=dict)
     fixed_settings: tuple[str, ...] | None = None  # those that were not at their defaults
     recipe_sha256: str | None = None
@@ -103,7 +104,7 @@ class RunInfo:
 
 @dataclass(frozen=True, kw_only=True)
 class Record:
-    """A line of metrics.jsonl or evaluations.jsonl; a field of another type gets its default."""
+    """A line of metrics.jsonl or evaluations.jsonl; one that is damaged has no step."""
 
     kind: str = ""
     step: int = -1  # steps done
@@ -120,13 +121,18 @@ class Record:
 
     @property
     def is_damaged(self) -> bool:
-        """Return whether the line was damaged: each record has a step."""
+        """Return whether the line was damaged."""
         return self.step < 0
 
     def number(self, name: str, default: float = math.nan) -> float:
         """Return one of the values; the default if it is no number, as null (not finite)."""
         value = self.values.get(name)
         return value if is_number(value) else default
+
+    def texts(self, name: str) -> list[str]:
+        """Return a list of texts among the values; [] if it is missing or no list."""
+        value = self.values.get(name)
+        return [*map(str, value)] if isinstance(value, list) else []
 
     def text(self, name: str) -> str:
         """Return one of the values; "" if it is missing or no text."""
@@ -143,10 +149,6 @@ class StartLine:
     time: float  # seconds since 1970
     checkpoint: int | None = None
     launch: str = ""
-    attempt: int = 0
-    job: str = ""
-    nodes: int = 0
-    world_size: int = 0
     micro_batch_size: int | None = None
     settings: str | None = None
     first_step_time: float | None = None
@@ -154,14 +156,6 @@ class StartLine:
     step: int | None = None
     outcome: str | None = None
     cause: str | None = None
-
-
-@dataclass(frozen=True)
-class Start:
-    """The lines of a start."""
-
-    begin: StartLine
-    end: StartLine | None = None  # None: it is under way, or its launcher was killed
 
 
 def local_folder(path: str) -> Path:
@@ -269,15 +263,11 @@ def parse_record(line: bytes) -> Record:
         return Record()
     kind, step, epoch = values.pop("kind", ""), values.pop("step", -1), values.pop("epoch", None)
     elapsed, time = values.pop("elapsed_seconds", 0.0), values.pop("time", 0.0)
-    if type(step) is not int or not 0 <= step < MAX_STEP or not is_number(time):
+    are_numbers = is_number(time) and is_number(elapsed) and (epoch is None or is_number(epoch))
+    if type(step) is not int or not 0 <= step < MAX_STEP or not are_numbers:
         return Record()
     return Record(
-        kind=str(kind),
-        step=step,
-        epoch=epoch if is_number(epoch) else None,
-        elapsed_seconds=elapsed if is_number(elapsed) else 0.0,
-        time=time,
-        values=values,
+        kind=str(kind), step=step, epoch=epoch, elapsed_seconds=elapsed, time=time, values=values
     )
 
 
@@ -365,12 +355,15 @@ def records(folder: Path, kind: str = "") -> Iterator[Record]:
                 yield record
 
 
-def each_start(folder: Path) -> list[Start]:
-    """Return the starts in starts.jsonl by time."""
-    starts: dict[str, Start] = {}
+def each_start(folder: Path) -> list[tuple[StartLine, StartLine | None]]:
+    """Return the lines of each start in starts.jsonl, by time.
+
+    There is no second one while it is under way, or if its launcher was killed.
+    """
+    starts: dict[str, tuple[StartLine, StartLine | None]] = {}
     for line in lines(folder):
         if line.event == "start":
-            starts[line.id] = Start(line)
+            starts[line.id] = line, None
         elif line.id in starts:
-            starts[line.id] = Start(starts[line.id].begin, line)
-    return sorted(starts.values(), key=lambda start: start.begin.time)
+            starts[line.id] = starts[line.id][0], line
+    return sorted(starts.values(), key=lambda start: start[0].time)

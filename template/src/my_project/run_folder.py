@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import IO, Any
+from typing import IO
 
 from . import failures, files, run_files
 from . import manifest as manifests
@@ -68,7 +68,7 @@ class Run:
         self.hosts: list[str] = []  # by rank
         self.is_shared = True  # by all nodes; if not, each has a folder of its own
         self.provenance = Origin()  # of this launch, on rank 0
-        self.numerics: dict[str, Any] = {}  # of this launch, see accelerator.numerics
+        self.numerics: run_files.Numerics = {}  # of this launch
         self.notes: list[tuple[str, dict[str, files.Json]]] = []  # for records: kind and values
         self.began = time.monotonic()
         self.warned_before = WARNED.count  # in an earlier run of this process
@@ -220,7 +220,7 @@ class Run:
             files.write_atomically(self.folder / "run.json", text)
         return self.token
 
-    def compare_numerics(self, folder: Path, before: Any) -> None:
+    def compare_numerics(self, folder: Path, before: run_files.Numerics) -> None:
         """Find the numerics that changed since a checkpoint was saved, and log a warning."""
         changed = {name: [before[name], now] for name, now in self.numerics.items()}
         changed = {name: values for name, values in changed.items() if values[0] != values[1]}

@@ -15,23 +15,27 @@ import json
 import pkgutil
 import re
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from difflib import get_close_matches
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from .config import Config, ConfigError, each_setting, fits, fixed_settings, wrong_value
 from .failures import exception_frames, exit_with_error, own_frame
-from .files import read_yaml
+from .files import Json, read_yaml
 from .process import LAUNCHER, never_fail_to_print
 from .recipe import problems
 from .run_files import flat
 from .safety.redaction import secrets_problem
 from .words import short_path, shortened
 
+if TYPE_CHECKING:
+    from jsonargparse import ArgumentParser
+
 NAME_LENGTH = 100  # characters of a run's name; file systems allow 255 bytes
+Source: TypeAlias = Mapping[str, Json]  # settings of a file, or texts by dotted name
 DURATIONS = ("steps", "epochs")
 NULLABLE = {name for name, kind, _ in each_setting() if fits(None, kind)} - {"recipe"}
 
@@ -69,7 +73,7 @@ def split(arguments: Iterable[str]) -> tuple[list[Path], list[tuple[str, str | N
     return files, options
 
 
-def read_config(file: Path) -> dict[str, Any]:
+def read_config(file: Path) -> dict[str, Json]:
     """Read a config file."""
     if not file.is_file():
         folders = file.parent, Path("configs")
@@ -84,7 +88,7 @@ def read_config(file: Path) -> dict[str, Any]:
     return settings
 
 
-def unset_duration(sources: list[dict[str, Any]]) -> list[str]:
+def unset_duration(sources: Iterable[Source]) -> list[str]:
     """Return the option that unsets steps if a later source sets epochs, or the reverse."""
     unset: list[str] = []
     for settings in sources:
@@ -95,7 +99,7 @@ def unset_duration(sources: list[dict[str, Any]]) -> list[str]:
 
 
 # ---- the name of a run ---------------------------------------------------------------------------
-def value_text(value: Any) -> str:
+def value_text(value: Json) -> str:
     """Return a value as text for a run's name: the same for 3e-3 and 0.003, and for 64 and 64.0."""
     if isinstance(value, (list, tuple)):
         return ",".join(map(value_text, value))
@@ -160,7 +164,7 @@ def _curve_settings(config: Config) -> dict[str, str]:
 
 
 # ---- all settings --------------------------------------------------------------------------------
-def _parser(recipe: Any = None, *, prog: str | None = None, with_help: bool = False):
+def _parser(recipe: type | None = None, *, prog: str | None = None, with_help: bool = False):
     """Return jsonargparse's parser.
 
     Args:
@@ -184,7 +188,7 @@ def _parser(recipe: Any = None, *, prog: str | None = None, with_help: bool = Fa
 
 
 def _config(
-    parser: Any, run_parser: Callable[[], Any], sources: Iterable[dict[str, Any]] = ()
+    parser: "ArgumentParser", run_parser: Callable, sources: Iterable[Source] = ()
 ) -> Config:
     """Parse and return the settings; an error becomes one line.
 
@@ -209,7 +213,7 @@ def _config(
 
 
 # ---- wrong values --------------------------------------------------------------------------------
-def spread(settings: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+def spread(settings: Source, prefix: str = "") -> Iterator[tuple[str, Json]]:
     """Yield dotted names and values of settings, each group before its settings."""
     for key, value in settings.items():
         yield f"{prefix}{key}", value
@@ -217,25 +221,25 @@ def spread(settings: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, An
             yield from spread(value, f"{prefix}{key}.")
 
 
-def read_value(text: str) -> Any:
+def read_value(text: str) -> Json:
     """Return a typed value as YAML reads it, but read 1e3 as a number."""
     import yaml
 
-    value: Any = text
+    value: Json = text
     with suppress(yaml.YAMLError, ValueError):
         value = yaml.safe_load(text)
         value = float(value) if isinstance(value, str) and value[-1:].isdigit() else value
     return value
 
 
-def is_null(value: Any, name: str) -> bool:
+def is_null(value: Json, name: str) -> bool:
     """Return whether a setting that may be null has the value None, Python's word for null."""
     return value == "None" and name in NULLABLE
 
 
-def with_null(settings: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+def with_null(settings: Source, prefix: str = "") -> dict[str, Json]:
     """Replace the word None with null in the settings of a file, where null is allowed."""
-    replaced: dict[str, Any] = {}
+    replaced: dict[str, Json] = {}
     for key, value in settings.items():
         name = f"{prefix}{key}"
         inner = with_null(value, f"{name}.") if isinstance(value, dict) else value
@@ -243,7 +247,7 @@ def with_null(settings: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     return replaced
 
 
-def wrong_setting(sources: Iterable[dict[str, Any]], recipe: Any) -> ConfigError | None:
+def wrong_setting(sources: Iterable[Source], recipe: type | None) -> ConfigError | None:
     """Return the error for the first setting with a value of a wrong type, or None.
 
     Args:
@@ -265,7 +269,7 @@ def wrong_setting(sources: Iterable[dict[str, Any]], recipe: Any) -> ConfigError
     return None
 
 
-def _explained(message: str, parser: Any, sources: Iterable[dict[str, Any]]) -> str:
+def _explained(message: str, parser: "ArgumentParser", sources: Iterable[Source]) -> str:
     """Return jsonargparse's message in plain words, if its meaning is known.
 
     For an unknown name, suggest the most similar one; for a wrong value, say what is valid.
@@ -299,7 +303,7 @@ def _explained(message: str, parser: Any, sources: Iterable[dict[str, Any]]) -> 
 
 
 def parse(
-    arguments: list[str] | dict[str, Any], description: str = "", prog: str | None = None
+    arguments: list[str] | dict[str, Json], description: str = "", prog: str | None = None
 ) -> Config:
     """Parse `--config file.yaml --dotted.key value ...`; the last argument wins.
 
@@ -343,7 +347,7 @@ def parse(
 
 def show_help(arguments: list[str], description: str, prog: str | None) -> None:
     """Print all settings, including the recipe's if a config file is given, and exit."""
-    kind: Any = None
+    kind: type | None = None
     with suppress(ConfigError):
         kind = type(parse([word for word in arguments if word not in ("-h", "--help")]).recipe)
     if not kind:

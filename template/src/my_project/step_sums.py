@@ -3,7 +3,7 @@
 import math
 import time
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 import torch.distributed
@@ -14,6 +14,7 @@ from .config import ConfigError
 from .ranks import agree
 from .state import StepReport
 
+Timestamp: TypeAlias = float | torch.cuda.Event
 GRAD_NORM, OWN_LOSS, LOSS, ITEMS, STOP_VOTES, SAVE_VOTES = range(6)  # in the order of StepReport
 
 
@@ -34,7 +35,8 @@ class StepSums:
         device = accelerator.device
         self.world_size = accelerator.num_processes
         self.work: torch.distributed.Work | None = None
-        self.began = self.ready = 0.0  # timestamps: step begins, rank needs the others
+        self.began: Timestamp = 0.0  # when the step begins
+        self.ready: Timestamp = 0.0  # when this rank needs the others
         self.allocate(torch.zeros(6, dtype=dtype_of_sums(device), device=device))
 
     def allocate(self, memory: Tensor, names: tuple[str, ...] = ()) -> None:
@@ -96,7 +98,7 @@ class StepSums:
         return (self.sums[ITEMS] or math.nan) if self.tensor.is_cpu else self.sums[ITEMS]
 
 
-def timestamp(tensor: Tensor) -> Any:
+def timestamp(tensor: Tensor) -> Timestamp:
     """Return a CUDA event if the tensor is on a GPU, otherwise the host's time in seconds."""
     if not tensor.is_cuda:
         return time.perf_counter()
@@ -138,7 +140,7 @@ class DelayedReader:
         # the sums of this step, and those of the step before, which have not been read
         self.both = [StepSums(accelerator), StepSums(accelerator)]
         self.accelerator = accelerator
-        self.pending: tuple[int, HostCopy, Any, Any] | None = None
+        self.pending: tuple[int, HostCopy, Timestamp, Timestamp] | None = None
 
     def set_names(self, names: tuple[str, ...]) -> None:
         """Make room for the scalars of a recipe, before the first sums are added.

@@ -5,7 +5,6 @@ accelerate launch --config_file accelerate_configs/cpu_2_processes.yaml \
 """
 
 from .config import Config
-from .recipe import DataInfo, Dataset, Datasets
 from .settings import parse_command_line
 
 # Parsed before torch is imported, so that --help and config errors appear immediately.
@@ -46,6 +45,7 @@ from .mirror.download import fetch_from_mirror
 from .mirror.upload import finish_mirror, start_mirror
 from .process import PREEMPTED, garbage_collected_at_records, world
 from .ranks import gather_on_main, open_run
+from .recipe import DataInfo, Dataset, Datasets
 from .records import samples
 from .records.log import log_finished, log_start
 from .records.recorder import Recorder, check_outputs

@@ -6,7 +6,6 @@ import os
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 from torch import nn
 
@@ -38,7 +37,7 @@ def errors_as_sentences() -> Iterator[None]:
 
 def load(
     folder: Path, trusted: Iterable[str] = (), given: Path | None = None
-) -> tuple[Config, dict[str, Any], nn.Module]:
+) -> tuple[Config, DataInfo, nn.Module]:
     """Build the model of an export and load all of its weights.
 
     Args:

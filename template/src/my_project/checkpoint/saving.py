@@ -365,7 +365,7 @@ class Checkpoints:
         """Restore tensors and the fp16 loss scale in place; return the rest of the state."""
         self.run.continued_from = str(folder)
         manifest = read_manifest(folder)
-        state: dict[str, Any] = manifest["state"]
+        state = manifest["state"]
         listed = manifest["files"].keys()
         saved, scale = state.pop("optimizer"), state.pop("scaler")
         self.run.compare_numerics(folder, state.pop("numerics"))

@@ -282,8 +282,8 @@ def steps_at_launches(folder: Path) -> list[int]:
     -1: there was no checkpoint. Read when a launch begins, so that all its nodes read the same.
     """
     steps: dict[str, int | None] = {}
-    for start in each_start(folder):
-        steps.setdefault(start.begin.launch, start.begin.checkpoint)
+    for begin, _ in each_start(folder):
+        steps.setdefault(begin.launch, begin.checkpoint)
     return [-1 if step is None else step for step in (*steps.values(), newest_checkpoint(folder))]
 
 

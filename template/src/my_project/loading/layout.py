@@ -5,7 +5,6 @@ number, some ranks have one fewer: they repeat their first with weight 0, since 
 need the same number of forward and backward passes on every rank.
 """
 
-from collections.abc import Sized
 from dataclasses import dataclass
 from typing import TypeGuard
 
@@ -117,7 +116,7 @@ def lengths(train_set: Dataset, validation_sets: Datasets) -> dict[str, int]:
     return {"the training set": len(train_set)} | counts
 
 
-def evenly_spaced(data: Sized, count: int) -> list[int]:
+def evenly_spaced(data: Dataset, count: int) -> list[int]:
     """Return the indices of `count` evenly spaced samples, or of all if there are fewer."""
     count = min(count, len(data))
     return [i * len(data) // count for i in range(count)]

@@ -26,9 +26,7 @@ KNOWN_SEED = 20_261_122  # a number that other code is unlikely to use
 FROM_KNOWN_SEED = random.Random(KNOWN_SEED).random()
 NUMPY_FROM_KNOWN_SEED = np.random.RandomState(KNOWN_SEED).random_sample()
 SeedSamples = Literal["auto", True, False]  # see BatchesConfig.seed_samples
-Key = tuple[
-    int | str, int
-]  # of a sample: (epoch, index); the epoch may be a lane, or an evaluation
+Key = tuple[int | str, int]  # of a sample: (epoch, or a lane or evaluation; index)
 
 
 def derive_seed(*parts: object) -> int:

@@ -80,7 +80,7 @@ def log_start(
     device = accelerator.device
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type.upper()
     words = [f"{processes(layout.world_size)} on {name}"]
-    words += [kind for kind in [run.numerics["sharding"]] if kind != "none"]
+    words += [kind for kind in [str(run.numerics["sharding"])] if kind != "none"]
     words.append({"no": "float32"}.get(accelerator.mixed_precision, accelerator.mixed_precision))
     logger.info("%s: %s", run.folder, ", ".join(filter(None, words)))
     size = sum(p.numel() for p in model.parameters())

@@ -23,7 +23,7 @@ from torch.utils.data import Subset
 from ..config import Config
 from ..evaluate import evaluation_mode
 from ..failures import exception_frames, own_frame
-from ..files import Json, discard
+from ..files import Json, T, discard
 from ..loading.layout import evenly_spaced
 from ..loading.loader import Fetch, identity, make_loader
 from ..loading.seeding import seed_forward
@@ -37,17 +37,17 @@ MAX_CHARACTERS = 10_000  # of a text in the record; the file has the whole text
 IMAGES = {".png", ".jpg", ".jpeg", ".webp", ".gif", ".bmp"}
 
 
-class LoadedSubset(Subset):
+class LoadedSubset(Subset[T]):
     """A torch.utils.data.Subset whose samples are already loaded."""
 
     def __init__(self, data: Any, indices: list[int], loaded: Any) -> None:
         super().__init__(data, indices)
         self.loaded = loaded
 
-    def __getitem__(self, index: Any) -> Any:
+    def __getitem__(self, index: int) -> T:
         return self.loaded[index]
 
-    def __getitems__(self, indices: list[int]) -> list[Any]:
+    def __getitems__(self, indices: list[int]) -> list[T]:
         return [self[index] for index in indices]
 
 

@@ -144,10 +144,8 @@ class Trackers:
         """Log the numbers of a record, and its text and pictures."""
         kind, step = record.kind, record.step
         values = tracked_values(record)
-        text, names = record.text("sample"), record.values.get("pictures")
-        pictures = (
-            [self.run.folder / str(path) for path in names] if isinstance(names, list) else []
-        )
+        text = record.text("sample")
+        pictures = [self.run.folder / str(path) for path in record.texts("pictures")]
         for thread in self.threads:
             # TensorBoard itself discards values after the step that a run resumes from
             if thread.name == "wandb" and self.logged.get(kind, -1) >= step:

@@ -441,15 +441,14 @@ def slow_rank(records: list[Record]) -> list[str]:
 
 def check_findings(records: list[Record]) -> list[str]:
     """Return what the checks found in the run, each with the first step at which they found it."""
-    checks = (one for one in reversed(records) if "problem" in one.values)
-    steps = {str(one.values["problem"]): one.step for one in checks}
+    steps = {one.text("problem"): one.step for one in reversed(records) if one.text("problem")}
     firsts = sorted(steps.items(), key=lambda item: item[1])[:5]
     return [f"from step {step} on: {problem}" for problem, step in firsts]
 
 
 def lowered_micro_batch(folder: Path) -> list[str]:
     """Return a sentence with the size to which the launcher lowered micro-batches, if any."""
-    size = next((start.begin.micro_batch_size for start in reversed(each_start(folder))), None)
+    size = next((begin.micro_batch_size for begin, _ in reversed(each_start(folder))), None)
     why = "since larger micro-batches did not fit in memory (starts.jsonl)"
     return [f"batches.micro_batch_size was lowered to {size}, {why}"] if size else []
 
@@ -487,10 +486,8 @@ def diagnose(folder: Path, now: float | None = None) -> dict[str, Any]:
     certainty = "known" if cause.get("is_known", kind not in LIKELY) else "likely"
     place: Frame | None = cause.get("at")
     first = {name: cause.get(name) for name in ("rank", "host", "step", "what", "says")}
-    first |= {
-        "time": valid_time(cause.get("time") or 0.0) or None,
-        "at": place.place if place else "",
-    }
+    when = valid_time(cause.get("time") or 0.0) or None
+    first |= {"time": when, "at": place.place if place else ""}
     return {
         "run": str(folder),
         "outcome": outcome,

@@ -20,8 +20,8 @@ class Span:
     """The time of a start, in seconds since 1970."""
 
     began: float
-    ended: float | None
-    first_step_time: float | None
+    ended: float | None = None
+    first_step_time: float | None = None
     last: float  # the newest record
     is_lost: bool  # it failed, or later starts did some of its steps again
     kept_step: float  # the last step that no later start did again
@@ -81,21 +81,15 @@ def spans(folder: Path) -> list[Span]:
     """Return the spans of the starts in starts.jsonl, by time."""
     kept_step = math.inf  # from which later starts have continued
     newest_first = []
-    for start in reversed(each_start(folder)):
-        begin, end = start.begin, start.end
+    for begin, end in reversed(each_start(folder)):
         is_lost = end is not None and end.outcome not in ENDED  # without an end: maybe under way
-        last_kept = min(kept_step, (end.checkpoint or 0) if end and is_lost else math.inf)
-        span = Span(
-            began=begin.time,
-            ended=end and end.time,
-            first_step_time=end and end.first_step_time,
-            last=begin.time,
-            is_lost=is_lost or bool(end and (end.step or 0) > last_kept),
-            kept_step=last_kept,
-        )
+        kept = min(kept_step, (end.checkpoint or 0) if end and is_lost else math.inf)
+        span = Span(began=begin.time, last=begin.time, is_lost=is_lost, kept_step=kept)
+        if end:
+            span.ended, span.first_step_time = end.time, end.first_step_time
+            span.is_lost |= (end.step or 0) > kept
+            kept_step = min(kept_step, math.inf if end.from_step is None else end.from_step)
         newest_first.append(span)
-        if end and end.from_step is not None:
-            kept_step = min(kept_step, end.from_step)
     return newest_first[::-1]
 
 

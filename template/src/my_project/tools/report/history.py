@@ -14,7 +14,6 @@ from typing import Any
 
 import numpy as np
 
-from ...files import Json
 from ...run_files import Record
 from ..reader import Run, read_run
 
@@ -31,26 +30,23 @@ MAX_CHARACTERS = 10_000  # of a text
 MAX_NUMBER = 1e250  # larger numbers could overflow in arithmetic
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Evaluation:
     """An evaluation, in training or beside it."""
 
-    step: int
+    record: Record
     results: dict[str, float]  # NaN: not finite
-    sample: str
-    pictures: Json  # names of files
     is_followed: bool  # beside training
 
 
-@dataclass(kw_only=True)
+@dataclass
 class Start:
     """A start of the run."""
 
-    step: int
-    last: int  # the step of its last record
-    time: float  # seconds since 1970
+    record: Record
     world_size: int
     hosts: Counter[str]
+    last: int  # the step of its last record
     changed: str = ""  # numerics
     end: str = ""  # how it ended
 
@@ -139,13 +135,13 @@ def read_history(folder: Path) -> History:
 
 def note_followed(history: History) -> None:
     """Add the evaluations beside training, for steps that training has not evaluated itself."""
-    evaluated = {evaluation.step for evaluation in history.evaluations}
+    evaluated = {evaluation.record.step for evaluation in history.evaluations}
     records = [*history.run.each_record("evaluations.jsonl")]
     # if a step was trained again, its last record counts
     followed = {record.step: record for record in records if not record.is_damaged}
     for step in followed.keys() - evaluated:
         history.evaluations.append(evaluation(followed[step], is_followed=True))
-    history.evaluations.sort(key=lambda one: one.step)
+    history.evaluations.sort(key=lambda one: one.record.step)
     if any(record.is_damaged for record in records):
         history.run.problems.append("evaluations.jsonl has damaged lines, which are left out.")
 
@@ -155,14 +151,9 @@ def note(history: History, record: Record) -> None:
     kind, values = record.kind, record.values
     if kind == "start":
         size, hosts = values.get("world_size"), values.get("hosts")
-        start = Start(
-            step=record.step,
-            last=record.step,
-            time=record.time,
-            world_size=size if type(size) is int else 0,
-            hosts=Counter(map(text, hosts if isinstance(hosts, list) else [])),
-        )
-        history.starts.append(start)
+        names = Counter(map(text, hosts if isinstance(hosts, list) else []))
+        count = size if type(size) is int else 0
+        history.starts.append(Start(record, count, names, record.step))
     elif kind == "stop" and history.starts:
         history.starts[-1].end = f"preempted: {text(values.get('reason'))}"
     elif kind == "evaluation":
@@ -182,10 +173,4 @@ def evaluation(record: Record, *, is_followed: bool = False) -> Evaluation:
         for name, value in islice(record.values.items(), MAX_FIELDS)
         if name not in NOT_RESULTS and (value is None or math.isfinite(number(value)))
     }
-    return Evaluation(
-        step=record.step,
-        results=results,
-        sample=record.text("sample")[:MAX_CHARACTERS],
-        pictures=record.values.get("pictures"),
-        is_followed=is_followed,
-    )
+    return Evaluation(record, results, is_followed)

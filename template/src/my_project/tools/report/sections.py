@@ -107,7 +107,7 @@ def facts(run: History) -> dict[str, str]:
     }
     if best:
         result = format_number(best.results[metric])
-        known[f"Best {metric}"] = f"{result} at step {best.step:,}"
+        known[f"Best {metric}"] = f"{result} at step {best.record.step:,}"
     if elapsed > 0:
         known["Duration, without repeated steps"] = format_seconds(elapsed)
     for start in run.starts[-1:]:
@@ -160,7 +160,7 @@ def results(runs: list[History], name: str, first_color: int = 0) -> list[Line]:
     lines = []
     for color, run in enumerate(runs, first_color):
         known = [evaluation for evaluation in run.evaluations if name in evaluation.results]
-        steps = np.array([evaluation.step for evaluation in known], float)
+        steps = np.array([evaluation.record.step for evaluation in known], float)
         values = np.array([evaluation.results[name] for evaluation in known])
         lines.append(Line(name if len(runs) == 1 else run.short, steps, values, color))
     return lines
@@ -173,7 +173,7 @@ def steps_to_mark(runs: list[History], name: str) -> dict[str, list[float]]:
         marked = spikes(run.curves.get(name, np.zeros(0)).tolist())
         marks["spike"] += [run.steps[index] for index, _ in marked]
     if len(runs) == 1:
-        marks["restart"] = [start.step for start in runs[0].starts[1:]]
+        marks["restart"] = [start.record.step for start in runs[0].starts[1:]]
         marks["checkpoint"] = [record.step for record in runs[0].checkpoints]
         marks["check"] = [record.step for record in runs[0].checks]
     return marks
@@ -261,14 +261,14 @@ def evaluations(run: History, max_bytes: int) -> str:
     for one in newest:
         values = [format_number(one.results[n]) if n in one.results else "" for n in names]
         marks = " (best)" * (one is best) + " (beside training)" * one.is_followed
-        rows.append([f"{one.step:,}{marks}", *values])
+        rows.append([f"{one.record.step:,}{marks}", *values])
     parts = [table([f"Step (newest of {len(run.evaluations):,})", *names], rows)]
     for one in [evaluation for evaluation in newest if not evaluation.is_followed][:1]:
-        sample = escape(one.sample, 4000)
+        sample = escape(one.record.text("sample"), 4000)
         samples = f"<pre>{sample}</pre>" * bool(sample)
-        names = words(one.pictures)[:MAX_EVENTS]
+        names = words(one.record.values.get("pictures"))[:MAX_EVENTS]
         samples += pictures(run.run.folder, names, max_bytes)
-        parts.append(section(f"Samples of step {one.step:,}", samples, "h3"))
+        parts.append(section(f"Samples of step {one.record.step:,}", samples, "h3"))
     return "".join(parts)
 
 
@@ -299,12 +299,12 @@ def starts(run: History) -> str:
     """Return a table of the starts of a run, with changes of its numerics, the newest first."""
     rows = []
     for start in run.starts:
-        began = valid_time(start.time)
+        began = valid_time(start.record.time)
         when = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(began)) * bool(began)
         hosts = ", ".join(f"{host} x {count}" for host, count in start.hosts.items())
         is_last = start is run.starts[-1]
         end = start.end or (run.run.state if is_last else "killed, failed or extended")
-        steps = f"{start.step:,} to {start.last:,}"
+        steps = f"{start.record.step:,} to {start.last:,}"
         rows.append([when, steps, start.world_size, hosts, start.changed, end])
     return table(["When", "Steps", "Processes", "Hosts", "Changed", "How it ended"], rows[::-1])
 
