@@ -104,7 +104,7 @@ class Recorder:
         """Write the times and the weights for `Times`.
 
         Raises:
-            RuntimeError: the loop took another number of steps.
+            RuntimeError: the loop did not take the expected number of steps.
         """
         if self.step != self.last_step + 1:
             raise RuntimeError(f"{self.loop} took {self.step} steps, not {self.last_step + 1}")

@@ -27,7 +27,7 @@ ROOT = Path(__file__).resolve().parent.parent
 
 
 def main() -> None:
-    """Time saves by the loop, by save_state and by async_save; the first of each is not counted."""
+    """Time saves by the loop, save_state and async_save; the first of each kind is left out."""
     parser = argparse.ArgumentParser(
         allow_abbrev=False,
         description=__doc__,
@@ -39,7 +39,7 @@ def main() -> None:
     parser.add_argument(
         "--niceness",
         type=int,
-        help="of the thread that saves; default: that of the loop (Linux)",
+        help="niceness of the thread that saves; default: the loop's (Linux)",
     )
     parser.add_argument("--saves", type=int, default=6, help="of each kind; the first is left out")
     arguments = parser.parse_args()
@@ -122,7 +122,7 @@ def main() -> None:
 
         for number in range(arguments.saves):
             for kind in kinds:
-                os.sync()  # writes that the previous kind has left to the kernel
+                os.sync()  # flush what the previous kind has left to the kernel to write
                 start, cpu_start = time.perf_counter(), time.process_time()
                 is_saving = save(kind, number)
                 waited[kind].append(time.perf_counter() - start)

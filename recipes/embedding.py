@@ -42,7 +42,7 @@ from torchmetrics.utilities import dim_zero_cat
 
 Bag = tuple[Tensor, Tensor]  # n-gram ids of all texts, and the offset at which each text begins
 
-MAX_DOCUMENTS = 10_000  # predict_samples searches these, and the samples' own
+MAX_DOCUMENTS = 10_000  # predict_samples searches this many, and the samples' own
 TIE = 1e-6  # scores (-1 to 1) closer than this count as equal; float32 rounding stays below it
 
 
