@@ -23,7 +23,7 @@ def quick(count: int, cases: Any) -> list[Any]:
 
 
 def averaged(decay: float) -> dict[str, Any]:
-    """Return the setting of an EMA, or none if its file was deleted."""
+    """Return the setting of an EMA; {} if the owner has deleted ema.py."""
     return {"optim__ema_decay": decay} if hasattr(OptimConfig, "ema_decay") else {}
 
 
@@ -57,7 +57,7 @@ def change(config: Any, **settings: Any) -> Any:
 
 
 def records(config: Config, kind: str = "loss") -> list[dict[str, Any]]:
-    """Return the records in metrics.jsonl with a key: by default, those of steps."""
+    """Return the records in metrics.jsonl that have a key; by default, those of steps."""
     lines = (config.folder / "metrics.jsonl").read_text().splitlines()
     return [record for record in map(json.loads, lines) if kind in record]
 
