@@ -8,7 +8,8 @@ and the accelerate configs to accelerate_configs/ of the repository, and replace
 package name with yours. It overwrites none of your files. In a git repository that does not ignore
 runs/ yet, it adds the line /runs/ to .gitignore. When run again, it updates the files that you have
 not changed, which it knows from the hashes in <package>/training/.copied.json. A project generated
-from the template already has the loop: it gets only the recipe, its config, and .copied.json.
+from the template already has the loop: it gets only the recipe and its config (and .copied.json in
+its package).
 With --tools, <package>/training/tools is copied too: report, doctor, runs, planner and preflight.
 """
 

@@ -45,7 +45,7 @@ PALETTE = [  # the color of each class in masks and overlays; hues are a golden 
     (255, 255, 255),  # pixels to ignore
 ]
 GRAY = "#e8e8e8"  # the background, which shows where a picture ends
-SIZE_MULTIPLE = 8  # of the padded height and width: mini_unet halves them 3 times
+SIZE_MULTIPLE = 8  # padded sizes are multiples of this: mini_unet halves them 3 times
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 @dataclass(frozen=True, kw_only=True)
 class Streamed(Ragged):
-    """The same samples as a stream; files in `book` list what lanes opened and read, by rank."""
+    """The same samples as a stream; files in `book` list samples that are opened, read and seen."""
 
     lanes: int = 8
     fewer: int = 3  # in each pass, another lane is this many samples shorter
