@@ -170,8 +170,8 @@ FAULTS = drawn()
 def is_right(fault: Fault, answer: str) -> bool:
     """Return whether doctor's answer names the rank and the cause before its remedy."""
     answer = " ".join(re.split(r"\n  (look at|remedy) ", answer)[0].split())
-    found = re.search(r"\brank (\d+)", answer, re.IGNORECASE)
-    blamed = int(found[1]) if found else None
+    first = re.search(r"\brank (\d+)", answer, re.IGNORECASE)
+    blamed = int(first[1]) if first else None
     if fault.kind == "two starts":
         return is_sound(answer)
     return fault.rank in (None, blamed) and bool(re.search(fault.words, answer, re.IGNORECASE))
@@ -184,8 +184,8 @@ def is_sound(answer: str) -> bool:
         for line in answer.splitlines()[1:]
         if line[2:3] != " "
     }
-    said = bool(re.search(r"nothing (is |was |looks )?wrong|no failure", answer, re.IGNORECASE))
-    return said and rows.keys() <= {"", "what", "known", "remedy"}
+    is_fine = bool(re.search(r"nothing (is |was |looks )?wrong|no failure", answer, re.IGNORECASE))
+    return is_fine and rows.keys() <= {"", "what", "known", "remedy"}
 
 
 # ---- running -------------------------------------------------------------------------------------
@@ -372,21 +372,21 @@ def sound_run(number: int, folder: Path) -> list[str]:
         (folder / "run.yaml").write_text(sound_config(name, draw))
     ends = draw.choices(("whole", "stopped", "killed"), (5, 3, 2))[0]
     answers = []
-    for more in [["--stop_after", "0s"], []] if ends == "stopped" else [[]]:
+    for flags in [["--stop_after", "0s"], []] if ends == "stopped" else [[]]:
         where = command(processes)[3:-4]  # up to -m
         where += ["--num_processes", "4"] * (processes == 4)
         where[where.index("--max_restarts") + 1] = "3"
         if not (child := os.fork()):  # a fork need not import again
-            launched(folder, [*where, "-m", "my_project.train", *train, *more])
+            launched(folder, [*where, "-m", "my_project.train", *train, *flags])
         if ends == "killed":
             kill_a_rank(child, folder, draw)
         code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
         (run,) = (path.parent for path in folder.glob("runs/*/config.yaml"))
-        said = [f"said: {text}" for text in [*checks(run), *warned(folder)]]
-        if code != (PREEMPTED if more else 0):
-            said.append(f"exit code {code}: {(folder / 'output.txt').read_text()}")
+        lines = [f"said: {text}" for text in [*checks(run), *warned(folder)]]
+        if code != (PREEMPTED if flags else 0):
+            lines.append(f"exit code {code}: {(folder / 'output.txt').read_text()}")
         doctors = "doctor\n  what     no failure" if ends == "killed" else doctor(folder, run)
-        answers.append("\n".join([doctors, *said]))
+        answers.append("\n".join([doctors, *lines]))
     return answers
 
 
@@ -535,13 +535,9 @@ def table() -> str:
     """Return the table of results by kind of fault."""
     rows = ["| fault | tried | named right | exit code right |", "| --- | --- | --- | --- |"]
     for kind in [*dict.fromkeys(fault.kind for fault in FAULTS), "all"]:
-        of_kind = [
-            result for result in results(RESULTS).values() if kind in (result["kind"], "all")
-        ]
-        named, exits = (
-            sum(result[name] for result in of_kind) for name in ("is_right", "exits_right")
-        )
-        rows.append(f"| {kind} | {len(of_kind)} | {named} | {exits} |")
+        tried = [case for case in results(RESULTS).values() if kind in (case["kind"], "all")]
+        named, exits = (sum(case[name] for case in tried) for name in ("is_right", "exits_right"))
+        rows.append(f"| {kind} | {len(tried)} | {named} | {exits} |")
     return "\n".join(rows)
 
 

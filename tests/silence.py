@@ -296,16 +296,14 @@ def outcome(case: Case, folder: Path) -> tuple[str, str]:
     """Return what a user sees of a case (a key of SEES or other words), and the evidence."""
     codes = play(case, folder / "run")
     screen = read(folder / "run/output.txt")
-    findings = faults.checks(folder / "run" / RUN)
-    lines = [*screen.splitlines(), *findings]
+    checks = faults.checks(folder / "run" / RUN)
+    lines = [*screen.splitlines(), *checks]
     seen = [line.strip() for line in lines if case.word and re.search(case.word, line)]
     logged = faults.warned(folder / "run")  # possibly not on the screen
-    evidence = "; ".join([*(seen[:1] or findings), *logged])
+    evidence = "; ".join([*(seen[:1] or checks), *logged])
     if {*codes} != {CODES.get(case.sees, 0)}:
         return (f"exit codes {codes}", screen[-2000:]) if any(codes) else ("silent", evidence)
-    result = (
-        case.sees if seen or case.sees == "saved" else "other warning" if findings else "silent"
-    )
+    result = case.sees if seen or case.sees == "saved" else "other warning" if checks else "silent"
     if case.sees == "right":
         codes = play(dataclasses.replace(case, **case.right), folder / "right")
         assert not any(codes), read(folder / "right/output.txt")

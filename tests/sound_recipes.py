@@ -66,11 +66,9 @@ class Detection(Sound):
     """A batch is a list of dicts with different numbers of boxes."""
 
     def collate(self, samples: Any) -> Any:
-        counts = [int(sample["counts"].sum()) for sample in samples]
+        counts = [int(item["counts"].sum()) for item in samples]
         pairs = zip(samples, counts, strict=True)
-        return [
-            {"image": sample["x"][0], "boxes": sample["x"][:count, :4]} for sample, count in pairs
-        ]
+        return [{"image": item["x"][0], "boxes": item["x"][:count, :4]} for item, count in pairs]
 
     def build_model(self, data_info: Any) -> nn.Module:
         return nn.Linear(6, 4)

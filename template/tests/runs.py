@@ -80,8 +80,8 @@ def assert_same_weights(
     """Compare exported weights, or those of another part; to the bit without a tolerance."""
     import torch
 
-    ours, theirs = weights(one.folder / part), weights(other.folder / part)
-    torch.testing.assert_close(ours, theirs, rtol=tolerance, atol=tolerance)
+    first, second = weights(one.folder / part), weights(other.folder / part)
+    torch.testing.assert_close(first, second, rtol=tolerance, atol=tolerance)
 
 
 def status(config: Config) -> dict[str, Any]:
