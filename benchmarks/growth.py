@@ -66,7 +66,7 @@ class Phases:
         self.now = self._read()
 
     def end(self, phase: str) -> None:
-        """Add what has been used since the last call to a phase, and begin the next."""
+        """Add to a phase what has been used since the last call, and begin the next phase."""
         before, self.now = self.now, self._read()
         used = [now - then for now, then in zip(self.now, before, strict=True)]
         so_far = self.used.get(phase, [0.0] * len(used))

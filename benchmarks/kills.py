@@ -9,11 +9,12 @@
 Two CPU processes, or those of the named accelerate configs, train the recipe of the tests with a
 checkpoint at every second step. Of 8 kills in a run, 2 are meant for a start (including imports), 4
 for any instant of the first seconds after the first step, 1 for the first 0.5 s of a save and 1 for
-the first 0.5 s after a restart in place. The victim is a rank two times in three, and otherwise the
-launcher; to cause another start, it must be the launcher. During most of a start, only the launcher
-exists. Order, instants and victims are drawn with a fixed seed. The same command starts the run
-again; if several accelerate configs are named, each start draws one of them. The float64 weights
-must equal those of a run that was never killed: bit for bit, or within 1e-6 with several configs.
+the first 0.5 s after a restart in place. The victim is the launcher if the next kill is meant for a
+start, a rank if the next kill is meant for a restart in place, and otherwise a rank two times in
+three. During most of a start, only the launcher exists. Order, instants and victims are drawn with
+a fixed seed. The same command starts the run again; if several accelerate configs are named, each
+start draws one of them. The float64 weights must equal those of a run that was never killed: bit
+for bit, or within 1e-6 with several configs.
 
 With --processes there is a single run. Its starts use these numbers of processes in turn, and each
 start draws a micro-batch size. Each step that was kept must have read the same samples as in a run
@@ -47,7 +48,7 @@ PARTS = (
     (("saving", ""),),
 )
 STEPPING_SECONDS = 2.0
-LONGEST_WAIT_SECONDS = 0.5  # after the beginning of a save or a restart
+LONGEST_WAIT_SECONDS = 0.5  # maximum, after the beginning of a save or a restart
 CONFIG = """\
 recipe: {class_path: ragged.Ragged, init_args: {dropout: 0.2, seconds: 0.02, dtype: float64}}
 batches: {global_batch_size: 16, micro_batch_size: 4, workers: 0}
@@ -154,7 +155,7 @@ def draw_kills(draw: random.Random) -> list[tuple[str, str]]:
 def kill_again_and_again(
     run: Run, plan: list[tuple[str, str]], start_seconds: float, draw: random.Random
 ) -> tuple[Counter[str], float]:
-    """Kill a run until it ends; return the kills by phase and victim, and the last start's time.
+    """Kill a run until it ends; return kills by phase and victim, and the last start's seconds.
 
     Args:
         run: the run, not started yet.

@@ -42,7 +42,7 @@ class Case:
 
     title: str
     task: str  # a class in tasks.py
-    recipe: dict[str, Any] = field(default_factory=dict)  # its fields
+    recipe: dict[str, Any] = field(default_factory=dict)  # fields of the task
     processes: int | None = 2  # None: one for each GPU
     micro_batch_size: int
     accumulation: int = 1

@@ -57,7 +57,7 @@ def wait_for_step(folder: Path, step: int, launcher: subprocess.Popen) -> None:
 
 
 def restarts(command: list[str], kills: int, source: Path, hosts: int) -> dict[str, list[float]]:
-    """Kill a rank repeatedly; return the seconds to the next new step, and CPU seconds.
+    """Kill a rank repeatedly; return the seconds to the next new step, and a worker's CPU time.
 
     Args:
         command: the command, without the options that differ between nodes.

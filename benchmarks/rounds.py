@@ -16,8 +16,8 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 STEPS_PER_ROUND = 12
-DROP_STEPS = 2  # not timed at the beginning of a round: the caches hold the data of another loop
-DROP_ROUNDS = 2  # not timed at the beginning of a loop
+DROP_STEPS = 2  # first steps of a round, not timed: the caches hold another loop's data
+DROP_ROUNDS = 2  # first rounds of a loop, not timed
 CHECK_STEP = 20  # the weights of the loops are compared after this step
 
 

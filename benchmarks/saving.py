@@ -3,13 +3,12 @@
     python benchmarks/saving.py                        100 M parameters with AdamW: 1.2 GB
     python benchmarks/saving.py --device cuda --folder /shared/storage
 
-The loop's call that saves is timed after each step, in the foreground and in the background. Two
-other functions are timed on the same model, optimizer and disk. accelerate's `save_state` writes
-while the step waits, and neither flushes to disk nor hashes. torch's `async_save` (of
-torch.distributed.checkpoint) copies to host memory, here with a stager that is kept between saves,
-then writes and flushes in a thread, without a hash. The kinds take turns, so that other load on the
-machine affects all of them. The first save in the background also allocates the host memory that
-later saves reuse.
+The loop's save is timed in the foreground and in the background. Two other functions are timed on
+the same model, optimizer and disk. accelerate's `save_state` writes while the step waits, and
+neither flushes to disk nor hashes. torch's `async_save` (of torch.distributed.checkpoint) copies to
+host memory, here with a stager that is kept between saves, then writes and flushes in a thread,
+without a hash. The kinds take turns, so that other load on the machine affects all of them. The
+first save in the background also allocates the host memory that later saves reuse.
 """
 
 import argparse
@@ -105,7 +104,7 @@ def main() -> None:
         savers = {kind: make_saver(kind) for kind in ("foreground", "background")}
 
         def save(kind: str, number: int) -> Callable[[], bool]:
-            """Save, or begin to; return a function that returns whether the save is going on."""
+            """Save, or begin to save; return a function that returns whether the save goes on."""
             if kind == "save_state":
                 accelerator.save_state(f"{folder}/save_state")
                 return lambda: False

@@ -4,7 +4,7 @@
     python tests/node_faults.py power cut   the cases with one of these words
 
 The hosts are network namespaces (hosts.py). Each case must end as `expected` says: with the weights
-of an uninterrupted run and one record per step, or with a message on every remaining host. No
+of an uninterrupted run and one record per step, or with a message on a remaining host. No
 process may run afterwards, and no two starts may overlap.
 """
 
@@ -63,7 +63,7 @@ class NodeFault:
     when: str = "step"  # a key of TIMES
     back: bool = False  # a new launcher is started on these hosts a while after the fault
     options: tuple[str, ...] = ()  # more options of the launchers
-    expected: str = "right"  # the weights and records; or a message on a remaining host
+    expected: str = "right"  # weights and records; or a message on a remaining host
 
     def __str__(self) -> str:
         return " ".join((self.what, *map(str, self.hosts), self.when, *["back"] * self.back))

@@ -302,7 +302,7 @@ def _code(text: str) -> str:
 
 # ---- deleting ------------------------------------------------------------------------------------
 def with_dependents(names: Iterable[str]) -> list[Room]:
-    """Return rooms and those that need them, in the order of ROOMS."""
+    """Return rooms and the rooms that need them, in the order of ROOMS."""
     gone = {*names}
     while more := {room.name for room in ROOMS if gone.intersection(room.needs)} - gone:
         gone |= more

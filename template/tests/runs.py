@@ -46,7 +46,7 @@ def make_config(folder: Path, recipe: Ragged | None = None, **settings: Any) -> 
 
 
 def change(config: Any, **settings: Any) -> Any:
-    """Replace settings; a nested one is written with two underscores."""
+    """Replace settings; a nested setting is written with two underscores."""
     changed: dict[str, Any] = {}
     for name, value in settings.items():
         outer, _, inner = name.partition("__")

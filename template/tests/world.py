@@ -24,7 +24,7 @@ PROCESSES.set_forkserver_preload(["world_imports"])
 
 
 # These ports are below those that the kernel assigns to connections, which could take a port before
-# it is used. A pytest process whose ID has the same remainder begins elsewhere among them.
+# it is used. Pytest processes whose IDs have the same remainder begin at different ports.
 START = 10_000 + 500 * (os.getpid() % 40)
 PORTS = islice(cycle(range(START, START + 500)), os.getpid() // 40 % 500, None)
 
