@@ -1,6 +1,6 @@
-"""A small MLP as a plain PyTorch script for torchrun, and as a recipe: what start.py starts.
+"""A small MLP, trained by a plain PyTorch script for torchrun or as a recipe; for start.py.
 
-Both call `note` at the beginning of each step; it writes what the process has used so far.
+Both call `note` at the beginning of each step; `note` writes what the process has used so far.
 """
 
 import json
@@ -35,12 +35,12 @@ def build_mlp() -> nn.Module:
 
 
 def note(step: int) -> None:
-    """Write time, CPU time and memory to a file, when step 1 and when the last step begins."""
+    """Write time, CPU time and memory to a file, when step 1 and the last step begin."""
     if step not in (1, STEPS - 1):
         return
     used: dict[str, Any] = {"time": time.time(), "cpu_seconds": time.process_time()}
     stat = Path(f"/proc/{os.getppid()}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
-    ticks = sum(map(int, stat[11:15]))  # of the launcher and of its children that have ended
+    ticks = sum(map(int, stat[11:15]))  # CPU time: the launcher, and its children that have ended
     used["launcher_cpu_seconds"] = ticks / os.sysconf("SC_CLK_TCK")
     for line in Path("/proc/self/status").read_text(encoding="utf-8").splitlines():
         name, _, rest = line.partition(":")

@@ -5,11 +5,12 @@
 
 Two CPU processes train the recipe of the tests, whose steps sleep 0.2 s. In every interval of
 `--every` seconds one worker is killed (SIGKILL), at an instant drawn with a fixed seed, and the
-launcher starts both again. Before that, a warm-up measures the cost of a start, a save and a
-restart. The planner's formulas then give the interval between saves and the goodput of a run that
-has started; the time of the one first start is subtracted from it. The measured goodput is that of
-status.json over the launcher's time: the first start, saves and repeated steps are lost. The final
-weights must equal those of a run that was never killed, bit for bit. Ctrl-C ends all processes.
+launcher starts both again. Before this run, a warm-up measures how long a start, a save and a
+restart take. From these times, the planner's formulas give the interval between saves and the
+goodput of a run after its first start; the time of that start is then subtracted. The measured
+goodput is the share of the launcher's time that status.json reports as kept: the first start, saves
+and repeated steps are lost. The final weights must equal those of a run that was never killed, bit
+for bit. Ctrl-C ends all processes.
 """
 
 import argparse

@@ -7,12 +7,12 @@
 A tiny MLP trains three steps, saves and exports; the same run is then resumed on half as many
 processes, but at least two, for a fourth step. With cpu_hsdp there are two replicas of N / 2
 shards, so at least four processes are needed. The processes share the cores, so wall time grows
-with their number in any case. CPU time per process, and the number of files that a process opens
-and of folders that it lists in the run folder, show how the cost of a phase grows.
+with their number in any case. How the cost of a phase grows is shown by the CPU time per process,
+and by the number of files that a process opens, and folders that it lists, in the run folder.
 
     start    from the call of main() to the first forward pass; without imports
     steps    three steps
-    save     of the checkpoint, until it is on the disk
+    save     until the checkpoint is on the disk
     export   until all processes have ended
     resume   choosing and loading the checkpoint
 """
@@ -66,7 +66,7 @@ class Phases:
         self.now = self._read()
 
     def end(self, phase: str) -> None:
-        """Add what has been used since the last call to a phase, and begin the next."""
+        """Add to a phase what has been used since the last call, and begin the next phase."""
         before, self.now = self.now, self._read()
         used = [now - then for now, then in zip(self.now, before, strict=True)]
         so_far = self.used.get(phase, [0.0] * len(used))
@@ -145,7 +145,7 @@ def where_for(path: Path, processes: int, folder: Path) -> Path:
 
 
 def launch(where: Path, processes: int, steps: int, folder: Path) -> dict[str, list[list[float]]]:
-    """Train to a step on `processes` processes; return for each phase what each rank has used."""
+    """Train up to a step on some processes; return for each phase what each rank has used."""
     config = folder / "growth.yaml"
     config.write_text(CONFIG, encoding="utf-8")
     command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file"]
@@ -179,8 +179,8 @@ def main() -> None:
     if not where.is_file():
         print(f"{where} does not exist: skipped.")
         return
-    # accelerate needs other settings for a single CPU process, and it cannot replicate a model that
-    # is not sharded
+    # accelerate needs other settings for a single CPU process, and HSDP needs two replicas of two
+    # shards: accelerate cannot replicate a model that is not sharded
     min_processes = 4 if "parallelism_config" in where.read_text(encoding="utf-8") else 2
     rows: dict[str, list[str]] = {phase: [] for phase in PHASES}
     for processes in options.processes:

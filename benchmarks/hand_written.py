@@ -32,7 +32,8 @@ class Sampler:
         global_batch_size = size * self.world_size * accumulation
         epoch = 0
         while True:
-            shuffled = permutation(self.samples, self.settings.seed, epoch)  # the project's order
+            # the same order as in the project
+            shuffled = permutation(self.samples, self.settings.seed, epoch)
             order = shuffled(np.arange(self.samples)).tolist()
             for batch_start in range(0, self.samples - global_batch_size + 1, global_batch_size):
                 for j in range(accumulation):

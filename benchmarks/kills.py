@@ -9,16 +9,17 @@
 Two CPU processes, or those of the named accelerate configs, train the recipe of the tests with a
 checkpoint at every second step. Of 8 kills in a run, 2 are meant for a start (including imports), 4
 for any instant of the first seconds after the first step, 1 for the first 0.5 s of a save and 1 for
-the first 0.5 s after a restart in place. The victim is a rank or, one time in three and before
-another start, the launcher; during most of a start, only the launcher exists. Order, instants and
-victims are drawn with a fixed seed. The same command starts the run again, with an accelerate
-config that is drawn if several are named. The float64 weights must equal those of a run that was
-never killed: bit for bit, or within 1e-6 with several configs.
+the first 0.5 s after a restart in place. The victim is the launcher if the next kill is meant for a
+start, a rank if the next kill is meant for a restart in place, and otherwise a rank two times in
+three. During most of a start, only the launcher exists. Order, instants and victims are drawn with
+a fixed seed. The same command starts the run again; if several accelerate configs are named, each
+start draws one of them. The float64 weights must equal those of a run that was never killed: bit
+for bit, or within 1e-6 with several configs.
 
-With --processes there is a single run. Its starts take turns at these numbers of processes, and
-each draws a micro-batch. Each step that was kept must have seen the same samples as in the run that
-was never killed, and therefore each sample once in an epoch. The output says where each kill fell.
-Ctrl-C ends all processes, and prints the table of the runs until then.
+With --processes there is a single run. Its starts use these numbers of processes in turn, and each
+start draws a micro-batch size. Each step that was kept must have read the same samples as in a run
+that was never killed, and no sample may be read twice in an epoch. The output shows in which phase
+each kill fell. Ctrl-C ends all processes, and prints the table of the runs so far.
 """
 
 import argparse
@@ -38,7 +39,7 @@ import psutil
 from launches import CONFIGS, Run
 from safetensors.torch import load
 
-# Each part of a run's kills: a moment, and a victim; "" for any victim.
+# The kills of a run, in parts whose order is drawn: a moment, and a victim ("" for any victim).
 PARTS = (
     (("stepping", "launcher"), ("starting", "")),
     (("stepping", "rank"), ("restarting", "")),
@@ -47,7 +48,7 @@ PARTS = (
     (("saving", ""),),
 )
 STEPPING_SECONDS = 2.0
-LONGEST_WAIT_SECONDS = 0.5  # after the beginning of a save or a restart
+LONGEST_WAIT_SECONDS = 0.5  # maximum, after the beginning of a save or a restart
 CONFIG = """\
 recipe: {class_path: ragged.Ragged, init_args: {dropout: 0.2, seconds: 0.02, dtype: float64}}
 batches: {global_batch_size: 16, micro_batch_size: 4, workers: 0}
@@ -72,7 +73,7 @@ Layouts = Iterator[tuple[Path, str]]  # accelerate config, and config of the run
 
 
 class Changing(Run):
-    """A run whose starts each take the next layout; a restart in place keeps the layout."""
+    """A run in which each start uses the next layout; a restart in place keeps the layout."""
 
     def __init__(self, parent: Path, name: str, layouts: Layouts) -> None:
         super().__init__(parent, name, "")
@@ -154,7 +155,7 @@ def draw_kills(draw: random.Random) -> list[tuple[str, str]]:
 def kill_again_and_again(
     run: Run, plan: list[tuple[str, str]], start_seconds: float, draw: random.Random
 ) -> tuple[Counter[str], float]:
-    """Kill a run until it ends; return where the kills fell, and how long the last start took.
+    """Kill a run until it ends; return kills by phase and victim, and the last start's seconds.
 
     Args:
         run: the run, not started yet.
@@ -166,9 +167,8 @@ def kill_again_and_again(
     for moment, victim in plan:
         run.start()
         wait_for(moment, run, start_seconds, draw)
-        if (
-            run.has_stepped and not run.before
-        ):  # measured again, as other load on the machine varies
+        # measured again in each start, since other load on the machine varies
+        if run.has_stepped and not run.before:
             start_seconds = run.wait_for_first_step()
         if not (where := kill(run, victim, draw)):
             break  # the run has ended
@@ -186,7 +186,7 @@ def are_equal(a: bytes, b: bytes, tolerance: float) -> bool:
 
 # ---- one run across layouts ----------------------------------------------------------------------
 def each_layout(folder: Path, numbers: list[int], epochs: int, draw: random.Random) -> Layouts:
-    """Yield layouts of a run that records its samples: numbers of processes, micro-batches."""
+    """Yield layouts of a run that records its samples: these numbers of processes, in turn."""
     for number in cycle(numbers):
         where = folder / f"cpu_{number}.yaml"
         text = (CONFIGS / f"cpu{'_2_processes' * (number > 1)}.yaml").read_text()
@@ -218,7 +218,7 @@ def kill_across_layouts(folder: Path, numbers: list[int], kills: int, draw: rand
         (own := folder / name).mkdir()
         with Changing(own, name, each_layout(own, numbers, epochs, draw)) as run:
             if name == "killed":
-                plan = [one for _ in range(kills) for one in draw_kills(draw)][:kills]
+                plan = [planned for _ in range(kills) for planned in draw_kills(draw)][:kills]
                 counts, _ = kill_again_and_again(run, plan, start_seconds, draw)
             else:
                 run.start()
@@ -265,18 +265,20 @@ def kill_runs(folder: Path, configs: list[str], kills: int, draw: random.Random)
 
 
 def show(counts: Counter[str]) -> None:
-    """Print where kills fell."""
+    """Print the number of kills by phase and victim."""
     for where, count in sorted(counts.items()):
         print(f"{count:4d} {where}")
 
 
 def main() -> None:
-    """Kill runs, and print where the kills fell."""
+    """Kill runs, and print the number of kills by phase and victim."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--kills", type=int, default=200)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--where", nargs="+", default=["cpu_2_processes"], metavar="CONFIG")
-    parser.add_argument("--processes", nargs="+", type=int, default=[], help="of one run's starts")
+    parser.add_argument(
+        "--processes", nargs="+", type=int, default=[], help="of the starts, in turn"
+    )
     options = parser.parse_args()
     draw = random.Random(options.seed)
     with tempfile.TemporaryDirectory() as name:

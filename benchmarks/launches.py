@@ -18,7 +18,7 @@ CONFIGS = ROOT / "accelerate_configs"
 def workers(launcher: int) -> list[psutil.Process]:
     """Return the training processes, by rank.
 
-    The rank is in the name of a process that was forked, or else in its environment.
+    A forked process has its rank in its name; any other process, in its environment.
     """
     by_rank = {}
     with suppress(psutil.NoSuchProcess):
@@ -27,7 +27,8 @@ def workers(launcher: int) -> list[psutil.Process]:
                 name = Path(f"/proc/{process.pid}/comm").read_text()
                 rank = name.removeprefix("rank ").strip() if name.startswith("rank ") else ""
                 rank = rank or process.environ().get("RANK", "")
-                if rank and int(rank) not in by_rank:  # a loader worker comes after its parent
+                # a loader worker has the rank of its parent, and comes after it
+                if rank and int(rank) not in by_rank:
                     by_rank[int(rank)] = process
     return [by_rank[rank] for rank in sorted(by_rank)]
 
@@ -42,12 +43,12 @@ def kill_with_descendants(launcher: subprocess.Popen) -> None:
 
 
 class Run:
-    """A run of the tests' recipe on CPU processes; at the end of the block, they are killed."""
+    """A run of the tests' recipe on CPU processes, which are killed at the end of the block."""
 
     def __init__(self, parent: Path, name: str, config: str) -> None:
         self.parent, self.name, self.config = parent, name, config
         self.folder = parent / "runs" / name
-        self.where = CONFIGS / "cpu_2_processes.yaml"  # of the next start
+        self.where = CONFIGS / "cpu_2_processes.yaml"  # accelerate config of the next start
         self.launcher: subprocess.Popen | None = None
         self.begun = 0.0  # when the newest start, or restart in place, began; time.time()
         self.before: list[psutil.Process] = []  # the training processes before a restart in place

@@ -42,11 +42,11 @@ class Case:
 
     title: str
     task: str  # a class in tasks.py
-    recipe: dict[str, Any] = field(default_factory=dict)  # its fields
+    recipe: dict[str, Any] = field(default_factory=dict)  # fields of the task
     processes: int | None = 2  # None: one for each GPU
     micro_batch_size: int
     accumulation: int = 1
-    rounds: int  # of each loop, without the first rounds, which are not timed
+    rounds: int  # timed rounds of each loop, which follow some that are not timed
     draws: bool = False  # augmentation draws other random numbers in each loop
     precision: str = "no"
     compile: str = "no"  # whole, or regional: block by block, as in accelerate's dynamo_config

@@ -1,4 +1,4 @@
-"""Measure how the memory of a process grows that uploads its saves, and time its steps meanwhile.
+"""Measure how uploads of saves change a process: its memory, and the time of its steps.
 
     python benchmarks/mirror.py                    50 saves of 12 MB, and 1.2 GB at 20 MB/s
 
@@ -51,7 +51,7 @@ def make_saver(folder: Path, parameters: int, url: str):
 
     Args:
         folder: the folder for runs.
-        parameters: of the model, in millions.
+        parameters: the size of the model, in millions of parameters.
         url: the URL of the mirror.
     """
     import tasks

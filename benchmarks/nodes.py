@@ -1,11 +1,12 @@
-"""Time how long a lost node, and a node that joins, stop a run: until the next new step.
+"""Time how long a run pauses when it loses a node, and when a node joins.
 
     python benchmarks/nodes.py               as root, about 12 minutes on 2 cores; Linux
     python benchmarks/nodes.py --times 1
 
 Three hosts (network namespaces) train a tiny model with one process each and a checkpoint at every
-tenth step. Host 2 is lost, as in a power failure, and is started again a while later. The launchers
-are the project's with --min_machines 2, and torchrun --nnodes 2:3 with its c10d rendezvous.
+tenth step. Host 2 is lost, as in a power failure, and is started again a while later. A pause ends
+with the next new step. The launchers that are compared are the project's with --min_machines 2, and
+torchrun --nnodes 2:3 with its c10d rendezvous.
 """
 
 import argparse

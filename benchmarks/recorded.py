@@ -22,7 +22,7 @@ class Recorded(Ragged):
         if not model.training:
             return super().loss(model, batch, step)
         indices, processes = batch["index"].tolist(), int(os.environ.get("WORLD_SIZE", "1"))
-        # LAUNCH_TIME does not change in a restart in place; one process has no restart count
+        # a restart in place keeps LAUNCH_TIME; a single process has a new pid, but no restart count
         restart = os.environ["TORCHELASTIC_RESTART_COUNT"] if processes > 1 else os.getpid()
         line = [f"{os.environ['LAUNCH_TIME']} {restart}", step, indices]
         file = os.open(self.file, os.O_WRONLY | os.O_APPEND | os.O_CREAT)

@@ -3,7 +3,7 @@
     python benchmarks/records.py                  CPU: the clock
     python benchmarks/records.py --device cuda    a GPU: CUDA events, NVML
 
-The calls are those of train.py, with nothing between them: no batch and no model; in one process.
+One process makes the calls that train.py makes, and nothing between them: no batch and no model.
 Each figure is the median of 7 rounds of 2,000 steps.
 """
 

@@ -57,7 +57,7 @@ def wait_for_step(folder: Path, step: int, launcher: subprocess.Popen) -> None:
 
 
 def restarts(command: list[str], kills: int, source: Path, hosts: int) -> dict[str, list[float]]:
-    """Kill a rank repeatedly; return the seconds to the next new step, and CPU seconds.
+    """Kill a rank repeatedly; return the seconds to the next new step, and a worker's CPU time.
 
     Args:
         command: the command, without the options that differ between nodes.
@@ -76,7 +76,7 @@ def restarts(command: list[str], kills: int, source: Path, hosts: int) -> dict[s
         for host in range(hosts):
             words = [*command]
             if network:
-                position = command.index("-m", 2)  # of the second one, after python -m
+                position = command.index("-m", 2)  # of the second -m; the first follows python
                 options = f"--num_machines 2 --num_processes 2 --machine_rank {host}"
                 options += f" --main_process_ip {ADDRESSES[0]} --main_process_port 29500"
                 words[position:position] = options.split()
@@ -111,7 +111,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--kills", type=int, default=5)
     parser.add_argument("--config", default="template/configs/image_classification.yaml")
-    parser.add_argument("--base", type=Path, help="the package's folder in another clone")
+    parser.add_argument("--base", type=Path, help="template/src of another clone")
     parser.add_argument("--hosts", type=int, default=1, choices=(1, 2))
     parser.add_argument(
         "--where", default=WHERE, help="with another config, accelerate launch is left out"

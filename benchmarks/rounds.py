@@ -16,8 +16,8 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 STEPS_PER_ROUND = 12
-DROP_STEPS = 2  # not timed at the beginning of a round: the caches hold the data of another loop
-DROP_ROUNDS = 2  # not timed at the beginning of a loop
+DROP_STEPS = 2  # first steps of a round, not timed: the caches hold another loop's data
+DROP_ROUNDS = 2  # first rounds of a loop, not timed
 CHECK_STEP = 20  # the weights of the loops are compared after this step
 
 
@@ -104,7 +104,7 @@ class Recorder:
         """Write the times and the weights for `Times`.
 
         Raises:
-            RuntimeError: the loop took another number of steps.
+            RuntimeError: the loop did not take the expected number of steps.
         """
         if self.step != self.last_step + 1:
             raise RuntimeError(f"{self.loop} took {self.step} steps, not {self.last_step + 1}")

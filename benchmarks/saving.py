@@ -3,13 +3,12 @@
     python benchmarks/saving.py                        100 M parameters with AdamW: 1.2 GB
     python benchmarks/saving.py --device cuda --folder /shared/storage
 
-The loop's call that saves is timed after each step, in the foreground and in the background. Two
-other functions are timed on the same model, optimizer and disk. accelerate's `save_state` writes
-while the step waits, and neither flushes to disk nor hashes. torch's `async_save` (of
-torch.distributed.checkpoint) copies to host memory, here with a stager that is kept between saves,
-then writes and flushes in a thread, without a hash. The kinds take turns, so that other load on the
-machine affects all of them. The first save in the background also allocates the host memory that
-later saves reuse.
+The loop's save is timed in the foreground and in the background. Two other functions are timed on
+the same model, optimizer and disk. accelerate's `save_state` writes while the step waits, and
+neither flushes to disk nor hashes. torch's `async_save` (of torch.distributed.checkpoint) copies to
+host memory, here with a stager that is kept between saves, then writes and flushes in a thread,
+without a hash. The kinds take turns, so that other load on the machine affects all of them. The
+first save in the background also allocates the host memory that later saves reuse.
 """
 
 import argparse
@@ -27,7 +26,7 @@ ROOT = Path(__file__).resolve().parent.parent
 
 
 def main() -> None:
-    """Time saves by the loop, by save_state and by async_save; the first of each is not counted."""
+    """Time saves by the loop, save_state and async_save; the first of each kind is left out."""
     parser = argparse.ArgumentParser(
         allow_abbrev=False,
         description=__doc__,
@@ -39,7 +38,7 @@ def main() -> None:
     parser.add_argument(
         "--niceness",
         type=int,
-        help="of the thread that saves; default: that of the loop (Linux)",
+        help="niceness of the thread that saves; default: the loop's (Linux)",
     )
     parser.add_argument("--saves", type=int, default=6, help="of each kind; the first is left out")
     arguments = parser.parse_args()
@@ -105,7 +104,7 @@ def main() -> None:
         savers = {kind: make_saver(kind) for kind in ("foreground", "background")}
 
         def save(kind: str, number: int) -> Callable[[], bool]:
-            """Save, or begin to; return a function that returns whether the save is going on."""
+            """Save, or begin to save; return a function that returns whether the save goes on."""
             if kind == "save_state":
                 accelerator.save_state(f"{folder}/save_state")
                 return lambda: False
@@ -122,7 +121,7 @@ def main() -> None:
 
         for number in range(arguments.saves):
             for kind in kinds:
-                os.sync()  # writes that the previous kind has left to the kernel
+                os.sync()  # flush what the previous kind has left to the kernel to write
                 start, cpu_start = time.perf_counter(), time.process_time()
                 is_saving = save(kind, number)
                 waited[kind].append(time.perf_counter() - start)

@@ -6,8 +6,9 @@
 Each round starts every case once: the train module of the project under torchrun, under accelerate
 launch and by its own command, and a plain script under torchrun. All train the same MLP on CPU
 processes (first_step.py). Other load on the machine changes the seconds, so CPU time is shown too:
-that of all processes together until step 1 has ended, and that of the launcher with the children
-that it has waited for. Ratios compare with the first case of a round. All figures are medians.
+that of all processes together until the first step has ended, and that of the launcher including
+the children that it has waited for. Ratios compare with the first case of a round. All figures are
+medians.
 """
 
 import argparse
@@ -68,7 +69,7 @@ def start(command: list[str], processes: int, source: Path) -> dict[str, float]:
             command, env=environment, capture_output=True, text=True, check=False, timeout=300
         )
         ranks = range(processes)
-        # whatever happens after the last note is not measured
+        # an error after the last note does not matter, since nothing is measured then
         if not all((Path(folder) / f"19_{rank}.json").is_file() for rank in ranks):
             raise RuntimeError(f"{' '.join(command)}\n{done.stdout}{done.stderr}")
         first = [json.loads((Path(folder) / f"1_{rank}.json").read_text()) for rank in ranks]

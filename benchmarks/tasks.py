@@ -1,7 +1,7 @@
 """The recipes that all loops train, written as a user writes one: plain datasets, no collate.
 
-In addition to the methods of a recipe they have `mean_loss`, which the loops other than the
-project's call.
+In addition to the methods of a recipe they have `mean_loss`, which all loops but the project's
+call.
 """
 
 from dataclasses import dataclass
@@ -29,7 +29,7 @@ class Settings:
     accumulation: int
     precision: str  # no or bf16
     compile: str  # no, whole, or regional: block by block
-    folder: Path  # of the loop's logs
+    folder: Path  # for the loop's logs
     lr: float = 1e-3
     weight_decay: float = 0.05
     warmup_steps: int = 30

@@ -21,7 +21,7 @@ from jinja2.ext import Extension
 ROOT = Path(__file__).parent
 answer_problems = runpy.run_path(str(ROOT / "hooks/pre_gen_project.py"))["answer_problems"]
 
-# A hook that fails says why. This logger would only add a traceback through cookiecutter.
+# A hook that fails prints the reason; this logger would only add a traceback of cookiecutter.
 logging.getLogger("cookiecutter.hooks").addFilter(lambda record: record.levelno < logging.ERROR)
 
 

@@ -349,7 +349,7 @@ def make_repository(answers: dict[str, Any], project: Path) -> str:
     git(project, "init", "--quiet", "--initial-branch=main")
     if not git(project, "rev-parse", "--git-dir"):
         return "It is not a git repository: git init failed."
-    # cruft adds its file after this hook
+    # cruft adds .cruft.json after this hook, so a commit here would lack it
     if "_output_dir" in answers and commit(answers, project):
         return "It is a git repository with a first commit."
     return "It is a git repository without a commit: git add --all && git commit"
@@ -365,7 +365,7 @@ def commit(answers: dict[str, Any], project: Path) -> bool:
 
 
 def summary(answers: dict[str, Any], folder: Path, repository: str = "") -> str:
-    """Return a text: what was generated and where, and the commands to install and train it."""
+    """Return a text: what was generated, where, and the commands to install it and train."""
     recipe = "all recipes" if answers["recipe"] == "all" else f"recipe {answers['recipe']}"
     license = "no license" if answers["license"] == "none" else f"license {answers['license']}"
     started_here = Path(os.environ.get("PWD", "")) == folder.parent

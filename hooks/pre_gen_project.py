@@ -39,7 +39,8 @@ LIBRARIES = frozenset(
     """.split()  # noqa: SIM905 - a list would have a name per line
 )
 # The console script has the name of the distribution, and would hide a command of that name: one of
-# Python or of a library, or one that the project's Makefile or scripts call. Written as LIBRARIES.
+# Python or of a library, or one that the project's Makefile or scripts call. Here too, - and . are
+# written as _.
 COMMANDS = frozenset(
     """
     accelerate_config accelerate_estimate_memory accelerate_launch accelerate_merge_weights activate
@@ -115,7 +116,7 @@ def package_problems(package: str) -> Iterator[str]:
         )
     if keyword.iskeyword(package):
         yield f"package_name {package!r} is a Python keyword: {another}"
-    # case-insensitive, since some file systems are
+    # ignoring case, as some file systems do
     if package.lower() in {name.lower() for name in sys.stdlib_module_names}:
         yield f"package_name {package!r} would hide Python's own module of that name: {another}"
     if plain(package) in LIBRARIES:
@@ -127,8 +128,8 @@ def package_problems(package: str) -> Iterator[str]:
 def folder_problems(answers: dict[str, Any], folder: Path) -> Iterator[str]:
     """Yield a message for each file of the user that would be lost by generating here."""
     # With -f the folder may contain any files. Files of the generated project are overwritten, as
-    # -f says, but a temporary file, which the hook removes again, must not replace a file of the
-    # user.
+    # -f says, but temporary files, which post_gen_project.py removes again, must not replace files
+    # of the user.
     for file in temporary_files(answers):
         path = folder / file
         if path.is_dir() and not any(

@@ -1,4 +1,4 @@
-"""Restore the template's symbolic links, remove files that git ignores, have answers checked.
+"""Restore the template's symbolic links, remove ignored files, and have each answer checked.
 
 Cookiecutter runs this file unrendered, before its first question, in a temporary copy of the
 repository in which it has resolved all links. But in a zip archive, or in a checkout without
@@ -55,7 +55,7 @@ def check_each_answer(root: Path) -> None:
     for question, default in original.items():
         settings[question] = default
         if not question.startswith("_"):
-            # a private variable is rendered when its turn comes, and not asked for
+            # cookiecutter renders a private variable in its turn, without asking for it
             settings[f"__{question}_checked"] = "{{ cookiecutter | checked }}"
     settings["_extensions"] = [f"{CHECKS}.AnswerChecks"]
     (root / "cookiecutter.json").write_text(json.dumps(settings), encoding="utf-8")

@@ -20,15 +20,15 @@ Packing: documents are tokenized once, joined with an end-of-text token after ea
        cache_path and memory-mapped; if cache_path is on each node's own disk, each node packs once.
 Streaming: with --recipe.lanes 64 the training documents are not packed to disk but read
        and tokenized during training. A lane is a logical shard of the stream: the config sets the
-       number of lanes, whatever the number of processes, as with the canonical nodes of
-       MosaicML's streaming. Each process reads its own lanes only. If a Hugging Face dataset has
-       fewer than 8 files per lane, and their number is not a multiple of lanes, each lane reads
+       number of lanes, which does not depend on the number of processes (like the canonical nodes
+       of MosaicML's streaming). Each process reads only its own lanes. If a Hugging Face dataset
+       has fewer than 8 files per lane, and their number is not a multiple of lanes, each lane reads
        all files and keeps its share of the rows. Files are shuffled, and the rows of a file are
        shuffled in blocks of 1,000. A lane reads its documents repeatedly, each time in a different
-       order; the config sets the number of steps. A checkpoint holds the position of each lane (an
-       epoch, a document and an offset in its tokens), so a resumed run reads and tokenizes no
-       document before it. With a Hugging Face dataset, it reads one block of rows again, and skips
-       the rows of that file before the block.
+       order; the config sets the number of steps. A checkpoint contains the position of each lane
+       (an epoch, a document and an offset in its tokens), so a resumed run does not read or
+       tokenize the documents before that position. With a Hugging Face dataset, a resumed run reads
+       one block of rows again, and skips the rows of the same file before that block.
 Model: a pre-norm transformer with RMSNorm, rotary position embeddings, SwiGLU or GELU, tied input
        and output embeddings, and no biases.
 The default config, with its measured loss and time, is configs/causal_lm.yaml.
@@ -219,7 +219,8 @@ class CausalLM:
     ) -> Iterator[tuple[str, Any]]:
         """Yield all documents in stored order, or those of one lane in shuffled order.
 
-        Each comes with its position, plain JSON, at which a later call can `start`.
+        Each document comes with its position (plain JSON). If a later call gets it as `start`, the
+        call begins with that document.
         """
         if self.data in ("python", "files"):
             paths = self._python_files() if self.data == "python" else self._files()
@@ -243,7 +244,7 @@ class CausalLM:
         if lane is not None:
             yield from self._lane_texts(rows, lane, shuffle_seed, start)
             return
-        # iter(), since inside a loader worker `for row in rows` yields only that worker's share
+        # not `for row in rows`, which yields only a worker's share inside a loader worker
         for block in rows.iter(batch_size=64):
             yield from ((text, None) for text in self._texts(block))
 
@@ -259,7 +260,7 @@ class CausalLM:
 
         files = list(range(rows.num_shards))
         random.Random(shuffle_seed).shuffle(files)
-        # whole files per lane; if there are many, lanes may have unequal numbers of them
+        # each lane gets whole files; if there are many, lanes may get unequal numbers of them
         whole = len(files) % self.lanes == 0 or len(files) >= 8 * self.lanes
         own = files[lane :: self.lanes] if whole else files
         first = start or {"file": 0, "block": 0, "row": 0, "state": None}
@@ -298,7 +299,7 @@ class CausalLM:
         return [path for path in files if not skipped & set(path.relative_to(root).parts)]
 
     def _is_validation(self, text: str) -> bool:
-        """Return whether a document is held out: its hash, as a number from 0 to 1, decides."""
+        """Return whether a document's hash, scaled to 0 to 1, is below validation_fraction."""
         number = int.from_bytes(hashlib.sha256(text.encode()).digest()[:4], "big") / 2**32
         return number < self.validation_fraction
 
@@ -565,7 +566,7 @@ class SequenceLane:
                 self.state = {"epoch": epoch, "document": document, "offset": offset}
                 yield torch.tensor(sequence)
                 empty_epochs = 0
-            if empty_epochs == 10:  # in each epoch a lane has other documents
+            if empty_epochs == 10:  # 10, since a lane has other documents in each epoch
                 raise ValueError(
                     f"lane {self.i} of {recipe.lanes} does not fill one sequence of"
                     f" {recipe.sequence_length + 1} tokens: set fewer lanes, or add data"
@@ -597,7 +598,7 @@ def pack(
         A sequence, and where the next one begins: the position of a document, and an offset in it.
     """
     rest: list[int] = []
-    begins: deque[tuple[int, Any]] = deque()  # start in rest and position of each document
+    begins: deque[tuple[int, Any]] = deque()  # each document: its start in rest, its position
     for tokens, position in documents:
         begins.append((len(rest) - offset, position))
         rest += tokens[offset:]
@@ -680,7 +681,7 @@ class Attention(nn.Module):
         self.heads = heads
         self.head_dim = width // heads
         self.dropout = dropout
-        self.qkv = nn.Linear(width, 3 * width, bias=False)  # query, key and value in one
+        self.qkv = nn.Linear(width, 3 * width, bias=False)  # query, key and value in one matrix
         self.out = nn.Linear(width, width, bias=False)
 
     def forward(self, x: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:

@@ -7,8 +7,9 @@ Copies the loop to <package>/training, the recipe to <package>/<recipe>.py, its 
 and the accelerate configs to accelerate_configs/ of the repository, and replaces the template's
 package name with yours. It overwrites none of your files. In a git repository that does not ignore
 runs/ yet, it adds the line /runs/ to .gitignore. When run again, it updates the files that you have
-not changed, by the hashes in <package>/training/.copied.json. A project generated from the template
-has the loop already: it gets the recipe and its config (and .copied.json in its package).
+not changed, which it knows from the hashes in <package>/training/.copied.json. A project generated
+from the template already has the loop: it gets only the recipe and its config (and .copied.json in
+its package).
 With --tools, <package>/training/tools is copied too: report, doctor, runs, planner and preflight.
 """
 
@@ -35,7 +36,7 @@ MODULES = [module for module in MODULES if module.parts[0] != "recipes"]
 TOOLS = Path("tools")  # the subpackage that the rest of the loop does not need
 RECIPES = {path.stem: path for path in sorted((HERE / "recipes").glob("*.py"))}
 del RECIPES["copy_recipe"]
-MARKS = (".git", "pyproject.toml", "setup.py", "setup.cfg")  # one is in the root of a repository
+MARKS = (".git", "pyproject.toml", "setup.py", "setup.cfg")  # each marks the root of a repository
 SOURCE_FOLDERS = ("src", "lib", "python")  # they contain packages, and are not imported themselves
 NO_PACKAGES = ("test", "tests", "__pycache__")
 BY_HAND = "image_classification"  # the recipe that the commands of recipes/README.md copy
@@ -56,12 +57,12 @@ class Package:
 
     @property
     def dotted(self) -> str:
-        """Return its import name."""
+        """Return the package's import name."""
         return ".".join(self.folder.relative_to(self.root).parts)
 
     @property
     def is_project(self) -> bool:
-        """Return whether it contains the loop itself, as a generated project does."""
+        """Return whether the package is the loop itself, as in a generated project."""
         return holds_loop(self.folder)
 
     @property
@@ -100,11 +101,11 @@ class Changes:
     new: list[Path] = field(default_factory=list)
     updated: list[Path] = field(default_factory=list)
     kept: list[Path] = field(default_factory=list)
-    """Differ from ours, and stay as the user has changed them."""
+    """Files that differ from ours, and stay as the user has changed them."""
     differ: list[Path] = field(default_factory=list)
-    """Differ from ours, and prevent the copy."""
+    """Files that differ from ours, and prevent the copy."""
     dropped: list[Path] = field(default_factory=list)
-    """Were copied earlier, and are no longer part of the loop."""
+    """Files that were copied earlier, and are no longer part of the loop."""
 
 
 def holds_loop(folder: Path) -> bool:
@@ -125,7 +126,7 @@ def is_importable(name: str) -> bool:
 
 
 def packages_in(folder: Path) -> list[Path]:
-    """List the packages in a folder and in its src, lib and python, without tests."""
+    """List the packages in a folder and in its subfolders src, lib and python, without tests."""
     patterns = ("*/__init__.py", *(f"{name}/*/__init__.py" for name in SOURCE_FOLDERS))
     packages = [init.parent for pattern in patterns for init in sorted(folder.glob(pattern))]
     if folder.name == "src" and not packages:
@@ -263,7 +264,7 @@ def digest(content: bytes) -> str:
 def compare(
     package: Package, wanted: dict[Path, tuple[bytes, set[str]]], record: dict[str, str], keep: bool
 ) -> Changes:
-    """Sort the files into new, to update, to keep for the user, and preventing the copy."""
+    """Sort the files: new, to be updated, kept as the user changed them, or preventing the copy."""
     changes = Changes()
     for path, (content, by_hand) in wanted.items():
         if not os.path.lexists(path):
@@ -300,7 +301,8 @@ def conflicts(package: Package, new: Iterable[Path], record: dict[str, str]) -> 
     Args:
         package: the destination.
         new: the files that are written there for the first time.
-        record: the hashes of what was copied; an unchanged module is no longer imported.
+        record: the hashes of what was copied. An unchanged module with the name of a new folder is
+            not a conflict: it is no longer imported.
     """
     folders = {path.parent for path in new if package.is_in_copied_loop(path)} - {package.loop}
     for path in new:
@@ -336,11 +338,11 @@ def copy(name: str, package: Package, keep: bool = False, tools: bool = False) -
     Args:
         name: the name of the recipe.
         package: the destination.
-        keep: leave modules of the loop that have changed on both sides.
+        keep: keep the user's version of modules of the loop that have changed on both sides.
         tools: copy tools/ too; if the destination has it, it is updated in any case.
 
     Raises:
-        Refused: files exist and differ, or cannot be written. Nothing was written then.
+        Refused: files exist and differ, or cannot be written; checked before any is written.
     """
     if name not in RECIPES:
         raise Refused(f"there is no recipe {name}; the recipes are {', '.join(RECIPES)}.")
@@ -451,7 +453,7 @@ def report(name: str, package: Package, changes: Changes, notes: Iterable[str]) 
     if package.is_project:
         ours = replace_names(package, (LOOP / "recipe.py").read_text(encoding="utf-8"), name)
         if digest(ours.encode()) != digest((package.folder / "recipe.py").read_bytes()):
-            print("note: its recipe.py is of another version; cruft update brings it to this one")
+            print("note: its recipe.py is from another version; cruft update brings it to this one")
     needs = [] if package.is_project else loop_dependencies()
     needs = dict.fromkeys([*needs, *dependencies(RECIPES[name])])
     print("add to your dependencies:", *(f'"{need}"' for need in needs))

@@ -17,8 +17,8 @@ Model: the mean of hashed character n-gram embeddings, and an MLP each for queri
        logit_scale.
 Loss:  the symmetric cross-entropy of CLIP (https://arxiv.org/abs/2103.00020, section 2.3) over the
        micro-batches of all processes: each query against all documents, each document against all
-       queries. Without gradient accumulation, it does not depend on the number of processes. With
-       accumulation there are fewer negatives, which changes the loss.
+       queries. Without gradient accumulation, the loss does not depend on the number of processes.
+       With accumulation there are fewer negatives, which changes the loss.
 The default config, with its measured recall and time, is configs/embedding.yaml.
 """
 
@@ -42,7 +42,7 @@ from torchmetrics.utilities import dim_zero_cat
 
 Bag = tuple[Tensor, Tensor]  # n-gram ids of all texts, and the offset at which each text begins
 
-MAX_DOCUMENTS = 10_000  # predict_samples looks for the nearest among so many
+MAX_DOCUMENTS = 10_000  # predict_samples searches this many, and the samples' own
 TIE = 1e-6  # scores (-1 to 1) closer than this count as equal; float32 rounding stays below it
 
 
@@ -57,7 +57,7 @@ class Embedding:
     data_path: str = field(default="data", metadata={"changes_curve": False})
     """pairs: the folder with the .jsonl files."""
     max_characters: int = 2000
-    """Characters of a text that are used, from its beginning."""
+    """Number of characters of a text that are used, from its beginning."""
     buckets: int = 65_536
     """Rows of the embedding table; n-grams are hashed to rows."""
     width: int = 128
@@ -137,9 +137,9 @@ class Embedding:
             metric.update(query.float(), document.float())
 
     def predict(self, model: Any, data_info: dict[str, Any], argument: str) -> str:
-        """Rank documents, one per line after the first, by their similarity to the first line.
+        """Rank documents by their similarity to a query.
 
-        The argument is the lines, or the path of a file with them.
+        The argument is a text or the path of a file: the query, then the documents, one per line.
         """
         if os.path.isfile(argument):
             argument = Path(argument).read_text(encoding="utf-8", errors="replace")
@@ -251,8 +251,8 @@ class RecallAtK(Metric):
     def compute(self) -> Tensor:
         """Compare every query with every document, 256 queries at a time.
 
-        Scores within TIE of the own document's score are ties, which share their ranks equally, so
-        that rounding errors, which depend on the batch and the CPU, do not change the result.
+        Scores within TIE of the own document's score are ties, which share their ranks equally.
+        So rounding errors, which depend on the batch and the CPU, do not change the result.
         """
         # float64, since float32 matmuls may run in TF32
         queries, documents = (
@@ -260,7 +260,7 @@ class RecallAtK(Metric):
         )
         hits = queries.new_zeros(())
         start = 0
-        for chunk in queries.split(256):  # three tensors, each 2 KB of float64 per document
+        for chunk in queries.split(256):  # memory: three float64 tensors, 2 KB per document each
             scores = chunk @ documents.T
             index = torch.arange(start, start + len(chunk), device=scores.device)
             own = scores.gather(1, index[:, None])

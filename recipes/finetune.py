@@ -22,8 +22,8 @@ Data:  python (docstrings of the standard library, labeled with their module), f
        eval or test are held out), or the name of a Hugging Face dataset: --recipe.data
        Rows without a text or a label are skipped.
 Padding: texts are padded to the longest of their micro-batch; loss and metrics ignore padding.
-Export: save_pretrained writes it, with the tokenizer, so from_pretrained loads it. With LoRA it
-       contains only the adapter, or with --recipe.merge_adapter true the merged model.
+Export: save_pretrained writes it, with the tokenizer, so from_pretrained loads it. With LoRA, the
+       export is only the adapter or, with --recipe.merge_adapter true, the merged model.
 The default config, with its measured accuracy and time, is configs/finetune.yaml.
 """
 
@@ -48,7 +48,7 @@ from torch.nn import functional as F
 
 MAY_CHANGE: Any = {"changes_curve": False}
 IGNORE_INDEX = -100  # the label of padding and prompt tokens
-MAX_FILE_SIZE = "5GB"  # per file of exported weights; the default of transformers is ten times that
+MAX_FILE_SIZE = "5GB"  # per file of exported weights; transformers' default is ten times as large
 MODULES = (  # the classes of the default data, python
     "asyncio",
     "email",
@@ -115,18 +115,18 @@ class Finetune:
         train, validation, is_random_split = self._rows()
         if self.task == "causal_lm":
             return {"classes": []}
-        known, held_out = (
+        train_classes, validation_classes = (
             {_row_class(rows, self.label_column, row) for row in rows}
             for rows in (train, validation)
         )
         if is_random_split:  # all samples of a rare class may have been held out
-            known |= held_out
-        if unknown := sorted(held_out - known):
+            train_classes |= validation_classes
+        if unknown := sorted(validation_classes - train_classes):
             raise ValueError(
                 f"the validation data has a class {unknown[0]} in {self.label_column}, but the"
-                f" training data has only {', '.join(sorted(known))}"
+                f" training data has only {', '.join(sorted(train_classes))}"
             )
-        return {"classes": sorted(known)}
+        return {"classes": sorted(train_classes)}
 
     def build_datasets(self, data_info: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         """Return datasets of texts; collate tokenizes them."""
@@ -335,8 +335,8 @@ class Finetune:
             names = data_info["classes"]
             settings["id2label"] = dict(enumerate(names))
             settings["label2id"] = {name: i for i, name in enumerate(names)}
-            known = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=False)
-            has_other_head = known.id2label != settings["id2label"]
+            saved_config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=False)
+            has_other_head = saved_config.id2label != settings["id2label"]
         config = transformers.AutoConfig.from_pretrained(
             folder, trust_remote_code=False, **settings
         )
@@ -439,9 +439,9 @@ class Finetune:
     def predict_samples(
         self, model: Any, data_info: dict[str, Any], samples: Any, folder: Path
     ) -> Any:
-        """Return a table of texts with their truth, the answer and its probability.
+        """Return a table of texts, each with its true class, the answer and its probability.
 
-        For causal_lm it has three prompts, each with the text that follows and the answer.
+        For causal_lm, the table has three prompts, each with its true continuation and the answer.
         """
         from rich.table import Table
         from rich.text import Text
@@ -500,7 +500,7 @@ class Finetune:
         Merging needs the whole model.
         """
         if not self.lora_rank:
-            # a tied weight has its first name, as in a file of save_pretrained
+            # a tied weight is exported under its first name, as by save_pretrained
             first = {name for name, _ in (*model.named_parameters(), *model.named_buffers())}
             return "model", {name: tensors[name] for name in tensors if name in first}
         if self.merge_adapter:
@@ -532,7 +532,10 @@ class Finetune:
         settings = json.loads(adapter.read_text(encoding="utf-8"))
         if settings.get("peft_type") != "LORA" or settings.get("megatron_config"):
             # old versions of peft import the module that megatron_core names
-            raise ValueError(f"{adapter} is not an adapter of this recipe: peft_type must be LORA")
+            raise ValueError(
+                f"{adapter} is not an adapter of this recipe: peft_type must be LORA, and"
+                " megatron_config must not be set"
+            )
         from peft import PeftModel
 
         return PeftModel.from_pretrained(self._base(self._model_folder(), data_info)[0], folder)
@@ -562,7 +565,7 @@ class TextDataset(torch.utils.data.Dataset):
 
 
 def _without_cache(model: Any) -> dict[str, bool]:
-    """Return the argument that turns off the cache of keys and values, if the model takes it.
+    """Return the argument that turns off the cache of keys and values, if the model has it.
 
     With activation checkpointing, keys and values would enter the cache twice.
     """
@@ -601,7 +604,7 @@ def _reset_head(model: Any, new: set[str]) -> set[str]:
 
 
 def _outermost_modules(parameters: set[str]) -> list[str]:
-    """Return the outermost modules of the parameters, except those that peft saves by itself."""
+    """Return the outermost modules with these parameters, except those that peft always saves."""
     modules = {name.rpartition(".")[0] for name in parameters}
     inside = {*modules, "classifier", "score"}
     return sorted(

@@ -30,7 +30,7 @@ from torch.nn import functional as F
 
 # B: images in a micro-batch, C: channels, H, W: height and width, K: classes
 
-MEAN, STD = [0.485, 0.456, 0.406], [0.229, 0.224, 0.225]  # of ImageNet, per channel
+MEAN, STD = [0.485, 0.456, 0.406], [0.229, 0.224, 0.225]  # ImageNet's, per channel
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -127,7 +127,7 @@ class ImageClassification:
     ) -> tuple[dict[Any, int], list[str]]:
         """Return the label of each value in a column without class names, and the class names.
 
-        Numbers are labels as they are; words are numbered in alphabetical order.
+        Numbers are used unchanged; words are numbered in alphabetical order.
         """
         for value in values:
             if not isinstance(value, str) and not (isinstance(value, int) and value >= 0):
@@ -203,7 +203,7 @@ class ImageClassification:
     def predict_samples(
         self, model: nn.Module, data_info: dict[str, Any], samples: Any, folder: Path
     ) -> str:
-        """Write predictions.png: each image with its truth, the answer and its probability."""
+        """Write predictions.png: each image with its true class, the answer and its probability."""
         classes, tiles, num_right = data_info["classes"], [], 0
         for image, label in samples:
             with torch.no_grad():
@@ -247,7 +247,7 @@ def _picture(image: Tensor) -> Any:
 
 
 def contact_sheet(title: str, tiles: list[tuple[Any, list[str], bool]]) -> Any:
-    """Draw pictures in rows of 4, each above its lines of text; wrong ones have a red frame.
+    """Draw pictures in rows of 4, each above its lines of text; a red frame marks wrong answers.
 
     Args:
         title: the first line of the sheet.

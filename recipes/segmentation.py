@@ -19,8 +19,8 @@ Padding: images keep their sizes. A micro-batch is padded to its largest image; 
        ignored by loss and metrics, but padding still changes the outputs near it. With
        evaluation.batch_size 1, images are padded only to a multiple of 8.
 Normalization: mini_unet uses GroupNorm, so training does not depend on the batch layout.
-       torchvision's models use BatchNorm: if a micro-batch has few images, and there are several
-       GPUs, distributed.sync_batchnorm computes its statistics over all processes.
+       torchvision's models use BatchNorm: if a micro-batch has few images and there are several
+       GPUs, set distributed.sync_batchnorm, which computes the statistics over all processes.
 The default config, with its measured result and time, is configs/segmentation.yaml.
 """
 
@@ -45,14 +45,14 @@ PALETTE = [  # the color of each class in masks and overlays; hues are a golden 
     (255, 255, 255),  # pixels to ignore
 ]
 GRAY = "#e8e8e8"  # the background, which shows where a picture ends
-SIZE_MULTIPLE = 8  # sizes are padded to a multiple of it: mini_unet halves them three times
+SIZE_MULTIPLE = 8  # padded sizes are multiples of this: mini_unet halves them 3 times
 
 
 @dataclass(frozen=True, kw_only=True)
 class Segmentation:
     """Classify every pixel; every field can be set from the command line."""
 
-    compares_samples = True  # padding to the largest image changes the outputs for the others
+    compares_samples = True  # padding to the largest image changes the other images' outputs
 
     model: str = "mini_unet"
     """mini_unet, or the name of a torchvision segmentation model."""
@@ -195,7 +195,7 @@ class Segmentation:
         """Write predictions.png: each image under its true mask and under its predicted mask."""
         tiles, present, num_right, num_labeled = [], set(), 0, 0
         for image, label in samples:
-            image, label = image.cpu(), label.cpu()  # an evaluation has them on the model's device
+            image, label = image.cpu(), label.cpu()  # evaluations give them on the model's device
             predicted = self._mask(model, image)
             is_labeled = label != IGNORE_INDEX
             right = int((predicted == label)[is_labeled].sum())
@@ -254,7 +254,7 @@ def _overlay(image: Tensor, mask: Tensor) -> Any:
 
 
 def legend(classes: list[str], present: set[int], width: int) -> Any:
-    """Draw the colors and names of the classes that are present, in lines of this width."""
+    """Draw the colors and names of the present classes, in an image `width` pixels wide."""
     from PIL import Image, ImageDraw, ImageFont
 
     font, x, y, places = ImageFont.load_default(14), 0, 4, {}

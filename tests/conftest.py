@@ -42,7 +42,7 @@ def tracked() -> list[str]:
 
 @pytest.fixture(scope="session")
 def template(tracked: list[str], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Export the tracked files, links as links. Tests only read it; they copy it to change it."""
+    """Export the tracked files, links as links. Tests only read the folder, or change a copy."""
     folder = tmp_path_factory.mktemp("export") / "cookiecutter-accelerate"
     for file in tracked:
         copy = folder / file

@@ -12,7 +12,7 @@
 The faults are drawn with a fixed seed. The expected answer of doctor (the rank, words of the cause)
 and the expected exit code of the launcher follow from the fault, not from what they print. An
 answer is right if it has the words and if the first rank that it names is the expected one, or any
-rank if no single one is to blame. Some faults need root: two hosts, a full disk, a control group.
+rank if no single rank is to blame. Some faults need root: two hosts, a full disk, a control group.
 """
 
 import argparse
@@ -74,7 +74,7 @@ class Fault:
     kind: str
     words: str  # a regular expression for the cause
     exit_code: int = FAILED
-    rank: int | None = None  # the rank to blame; None: no single one
+    rank: int | None = None  # the rank to blame; None: no single rank
     recipe: dict[str, Any] = field(default_factory=dict)
     processes: int = 2
     workers: int = 0
@@ -89,7 +89,7 @@ def drawn() -> list[Fault]:
     faults: list[Fault] = []
 
     def add(kind: str, words: str, what: str, where: str = "loss", **more: Any) -> None:
-        """Add a fault on a rank that is drawn; `rank` is the one to blame, if it is another."""
+        """Add a fault on a rank that is drawn; `rank` is the rank to blame, if that differs."""
         processes = more.pop("processes", draw.choice((1, 2, 2)))
         on_rank = more.pop("on_rank", draw.randrange(processes))
         step = more.pop("step", draw.randrange(1, 10))
@@ -116,7 +116,7 @@ def drawn() -> list[Fault]:
             rank=None, needs_root=True, processes=2, steps=5000,
             recipe={"seconds": 0.05})  # fmt: skip
     for instant in ("build_model", "loss", "loss"):
-        # a disk that is full before the first step is refused, as no save would work
+        # a disk that is full before the first step is refused, since no save would work
         code = WRONG_SETTING if instant == "build_model" else FAILED
         add("full disk", "disk|no space", "disk", instant, rank=0, needs_root=True, exit_code=code)
     for _ in range(3):
@@ -133,14 +133,14 @@ def drawn() -> list[Fault]:
             recipe={"detail": detail})  # fmt: skip
     add("SIGKILL of a loader worker", "loader worker", "signal", "sample", workers=1,
         recipe={"detail": "SIGKILL"})  # fmt: skip
-    # it reads its first sample before the first step
+    # the worker reads its first sample before the first step, where an exception exits with 2
     add("exception in a loader worker", "told to fail in sample", "raise", "sample", workers=1,
         exit_code=WRONG_SETTING)  # fmt: skip
     for _ in range(3):
         add("mismatched collective", "collective", "collective", processes=2,
             recipe={"detail": draw.choice(("1", "1000"))})  # fmt: skip
     for package in ("the recipe", "the loop"):
-        # it is found before the first step
+        # the other code is found before the first step
         add("other code on a host", "(?s)(?=.*host1)(?=.*(code|source))", package, rank=None,
             exit_code=WRONG_SETTING, processes=2, needs_root=True)  # fmt: skip
     for method in METHODS:
@@ -156,7 +156,7 @@ def drawn() -> list[Fault]:
             recipe={"detail": "0"},
         )
     for what in ("at once", "later"):
-        # one start finishes; the other may be tried again, so its exit code is not 2
+        # one start finishes; the other may be tried again, so it exits with 1, not 2
         add("two starts", "", what, rank=None, steps=300, recipe={"seconds": 0.05})
     for what in ("signal", "signal", "signal launcher"):
         add("preemption", "preempt|told to stop|SIGTERM", what, rank=None, exit_code=PREEMPTED,
@@ -170,8 +170,8 @@ FAULTS = drawn()
 def is_right(fault: Fault, answer: str) -> bool:
     """Return whether doctor's answer names the rank and the cause before its remedy."""
     answer = " ".join(re.split(r"\n  (look at|remedy) ", answer)[0].split())
-    found = re.search(r"\brank (\d+)", answer, re.IGNORECASE)
-    blamed = int(found[1]) if found else None
+    first = re.search(r"\brank (\d+)", answer, re.IGNORECASE)
+    blamed = int(first[1]) if first else None
     if fault.kind == "two starts":
         return is_sound(answer)
     return fault.rank in (None, blamed) and bool(re.search(fault.words, answer, re.IGNORECASE))
@@ -184,8 +184,8 @@ def is_sound(answer: str) -> bool:
         for line in answer.splitlines()[1:]
         if line[2:3] != " "
     }
-    said = bool(re.search(r"nothing (is |was |looks )?wrong|no failure", answer, re.IGNORECASE))
-    return said and rows.keys() <= {"", "what", "known", "remedy"}
+    is_fine = bool(re.search(r"nothing (is |was |looks )?wrong|no failure", answer, re.IGNORECASE))
+    return is_fine and rows.keys() <= {"", "what", "known", "remedy"}
 
 
 # ---- running -------------------------------------------------------------------------------------
@@ -235,7 +235,7 @@ def ended(launcher: subprocess.Popen) -> int:
 
 
 def inject(fault: Fault, folder: Path) -> list[int]:
-    """Run with a fault; return the exit codes of the launchers.
+    """Train with a fault; return the exit codes of the launchers.
 
     Args:
         fault: the fault to inject.
@@ -247,7 +247,7 @@ def inject(fault: Fault, folder: Path) -> list[int]:
             (disk := folder / "runs").mkdir()
             subprocess.run(["mount", "-t", "tmpfs", "-o", "size=2m", "faults", disk], check=True)
             stack.callback(subprocess.run, ["umount", "--lazy", str(disk)], check=True)
-            # doctor is asked later about a copy, which is on a disk with free space
+            # doctor is asked later, about a copy on a disk with free space
             stack.callback(shutil.copytree, disk, folder / "kept", dirs_exist_ok=True)
             recipe["detail"] = str(disk)
         if what == "kernel":
@@ -327,7 +327,7 @@ def run(fault: Fault, folder: Path) -> dict[str, Any]:
     began = time.time()
     with busy(fault.is_busy):
         codes = inject(fault, folder)
-    # launchers refuse other code before there is a run: their output is the answer
+    # launchers refuse other code before a run folder exists, so their output is the answer
     is_refused = fault.kind == "other code on a host"
     answer = (folder / "host0.txt").read_text() if is_refused else doctor(folder)
     expected = (
@@ -372,21 +372,21 @@ def sound_run(number: int, folder: Path) -> list[str]:
         (folder / "run.yaml").write_text(sound_config(name, draw))
     ends = draw.choices(("whole", "stopped", "killed"), (5, 3, 2))[0]
     answers = []
-    for more in [["--stop_after", "0s"], []] if ends == "stopped" else [[]]:
+    for flags in [["--stop_after", "0s"], []] if ends == "stopped" else [[]]:
         where = command(processes)[3:-4]  # up to -m
         where += ["--num_processes", "4"] * (processes == 4)
         where[where.index("--max_restarts") + 1] = "3"
         if not (child := os.fork()):  # a fork need not import again
-            launched(folder, [*where, "-m", "my_project.train", *train, *more])
+            launched(folder, [*where, "-m", "my_project.train", *train, *flags])
         if ends == "killed":
             kill_a_rank(child, folder, draw)
         code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
         (run,) = (path.parent for path in folder.glob("runs/*/config.yaml"))
-        said = [f"said: {text}" for text in [*checks(run), *warned(folder)]]
-        if code != (PREEMPTED if more else 0):
-            said.append(f"exit code {code}: {(folder / 'output.txt').read_text()}")
+        lines = [f"said: {text}" for text in [*checks(run), *warned(folder)]]
+        if code != (PREEMPTED if flags else 0):
+            lines.append(f"exit code {code}: {(folder / 'output.txt').read_text()}")
         doctors = "doctor\n  what     no failure" if ends == "killed" else doctor(folder, run)
-        answers.append("\n".join([doctors, *said]))
+        answers.append("\n".join([doctors, *lines]))
     return answers
 
 
@@ -437,7 +437,7 @@ def warned(folder: Path) -> list[str]:
 
 
 def checks(run: Path) -> list[str]:
-    """Return what the checks of a run have found."""
+    """Return the problems that the checks of a run have found."""
     path = run / "metrics.jsonl"
     records = map(json.loads, path.read_text().splitlines() if path.exists() else [])
     return [f"check {r['check']}: {r['problem']}" for r in records if r.get("kind") == "check"]
@@ -477,38 +477,38 @@ def launched(folder: Path, arguments: list[str]) -> NoReturn:
         for descriptor in (1, 2):
             os.dup2(output.fileno(), descriptor)
     note_warnings(folder / "warnings.txt")
-    if (folder / "src").exists():  # it holds an edited train.py
+    if (folder / "src").exists():  # it contains an edited train.py
         import test_how_to  # pyright: ignore[reportMissingImports]
 
         test_how_to.use(folder)
     try:
         exits.run(launch.main, arguments)
-    except SystemExit as end:  # it must not reach the code that has forked this process
+    except SystemExit as end:  # it must not reach the code that forked this process
         os._exit(end.code)  # type: ignore[arg-type]
     os._exit(1)
 
 
 def sound_runs(count: int) -> list[int]:
-    """Train the correct runs that have no result yet; return the numbers of the blamed ones."""
+    """Train the correct runs that have no result yet; return the numbers of runs with findings."""
     import_all(*SOUND_MODULES)
     file = RESULTS.with_name("sound.jsonl")
-    found = results(file)
+    by_number = results(file)
     for number in range(count):
-        if number not in found:
+        if number not in by_number:
             with tempfile.TemporaryDirectory() as folder:
                 began = time.time()
                 answers = sound_run(number, Path(folder))
             seconds = round(time.time() - began, 1)
-            found[number] = {"number": number, "answers": answers, "seconds": seconds}
+            by_number[number] = {"number": number, "answers": answers, "seconds": seconds}
             with file.open("a") as results_file:
-                results_file.write(json.dumps(found[number]) + "\n")
+                results_file.write(json.dumps(by_number[number]) + "\n")
     numbers = range(count)
-    return [n for n in numbers if not all(map(is_sound, found[n]["answers"]))]
+    return [n for n in numbers if not all(map(is_sound, by_number[n]["answers"]))]
 
 
 # ---- files ---------------------------------------------------------------------------------------
 def fail_files() -> list[str]:
-    """Let file operations fail, be slow or have no effect; return the cases that go wrong."""
+    """Let file operations fail, be slow or have no effect; return the cases that went wrong."""
     sys.path[:0] = map(str, PATHS)
     cases: Any = importlib.import_module("file_faults")
     os.environ["PYTHONPATH"] = os.pathsep.join(map(str, PATHS))
@@ -535,9 +535,9 @@ def table() -> str:
     """Return the table of results by kind of fault."""
     rows = ["| fault | tried | named right | exit code right |", "| --- | --- | --- | --- |"]
     for kind in [*dict.fromkeys(fault.kind for fault in FAULTS), "all"]:
-        these = [one for one in results(RESULTS).values() if kind in (one["kind"], "all")]
-        named, exits = (sum(one[name] for one in these) for name in ("is_right", "exits_right"))
-        rows.append(f"| {kind} | {len(these)} | {named} | {exits} |")
+        tried = [case for case in results(RESULTS).values() if kind in (case["kind"], "all")]
+        named, exits = (sum(case[name] for case in tried) for name in ("is_right", "exits_right"))
+        rows.append(f"| {kind} | {len(tried)} | {named} | {exits} |")
     return "\n".join(rows)
 
 

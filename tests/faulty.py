@@ -16,7 +16,7 @@ from torch import distributed
 class Faulty(Ragged):
     """Ragged data; one rank has a fault in a method, or when it reads samples ("sample")."""
 
-    detail: str = ""  # a folder to fill, a signal, a number of elements
+    detail: str = ""  # of the fault: a folder to fill, a signal, a number of elements
 
     def strike(self, method: str, step: int | None = None) -> None:
         if self.meets_fault(method, step):
@@ -50,7 +50,7 @@ class Faulty(Ragged):
         if self.fault == "weights" and step == self.fault_at:  # on every rank
             with torch.no_grad():
                 next(model.parameters()).fill_(float("nan"))
-        if self.fault == "nan":  # from its step on
+        if self.fault == "nan":  # in this and all later steps
             step = min(step, self.fault_at)
         return super().loss(model, batch, step)
 

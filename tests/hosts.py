@@ -1,7 +1,7 @@
 """Emulate hosts on one machine: each has a network namespace, a hostname and a cable to a switch.
 
-It needs root and iproute2. All hosts share the disk, except for folders that `disk` binds for one
-host.
+This needs root and iproute2. All hosts share the disk, except for folders that `disk` binds for
+one host.
 """
 
 import json
@@ -71,7 +71,7 @@ def steps(run_folder: Path) -> int:
 
 
 class Hosts:
-    """Starts commands on host 0, host 1, ... and pulls cables; at the end, all of it is removed."""
+    """Starts commands on host 0, host 1, ... and pulls cables; removes all hosts at the end."""
 
     def __init__(self, folder: Path, count: int = 2) -> None:
         self.folder = folder
@@ -134,7 +134,7 @@ class Hosts:
     def entering(
         self, host: int, *command: str, disk: tuple[Path, Path] | None = None
     ) -> list[str]:
-        """Return the command that runs a command on a host."""
+        """Return a command line that runs a command on a host."""
         arguments = [f"host{host}", str(self.folder / "hosts"), *command]
         script = ENTER
         if disk:
@@ -192,7 +192,7 @@ class Hosts:
         return [command.wait(max(0.1, deadline - time.monotonic())) for command in self.commands]
 
     def wait_for(self, condition: Callable[[], object], seconds: float = 300) -> None:
-        """Wait until a condition holds; fail if all commands end before, or after `seconds`."""
+        """Wait until a condition holds; fail after `seconds`, or if all commands have ended."""
         deadline = time.monotonic() + seconds * PATIENCE
         while not condition():
             assert time.monotonic() < deadline, self.outputs()
@@ -218,6 +218,6 @@ class Hosts:
             capture_output=True,
         )  # fmt: skip
         file = "export/model.safetensors"
-        ours, theirs = (load_file(self.folder / "runs" / name / file) for name in ("tiny", "alone"))
-        torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-9)
+        tiny, alone = (load_file(self.folder / "runs" / name / file) for name in ("tiny", "alone"))
+        torch.testing.assert_close(tiny, alone, rtol=1e-9, atol=1e-9)
         assert self.steps() == total, "one record per step"

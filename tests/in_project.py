@@ -3,9 +3,9 @@
     python tests/in_project.py template -m "not slow and not gpu"
     make test-loop PROJECT=~/leaf-scanner ARGS="-k resume"
 
-A project has the tests that its owner needs for their own recipe; tests/loop and tests/tools hold
-the others. Both are put into a folder of links to the project, in build/, with the project's names
-instead of the template's. All other arguments are passed to pytest.
+A project has only the tests that its owner needs for their own recipe; tests/loop and tests/tools
+have the others. All of them are put into a folder of links to the project, in build/, with the
+project's names instead of the template's. All other arguments are passed to pytest.
 """
 
 import os

@@ -3,8 +3,8 @@
 Each case is a run of one or two processes; about half of the runs use --resume never, to replace an
 earlier run. One or two of the processes (the launcher included) get SIGKILL or SIGTERM: at the
 start, during a fork, while the old run is moved aside, in a step, in a save, in a restart in place,
-or at the end. Then the same command continues the run; once the new run exists, without --resume
-never.
+or at the end. Then the same command continues the run, without --resume never if the new run exists
+by then.
 """
 
 import os
@@ -32,7 +32,7 @@ evaluation: {best_metric: validation/auroc, best_mode: max, every_steps: 8}
 OLD = "--optim.lr", "0.02"
 MOMENTS = ("start", "fork", "begin", "step", "save", "restart", "end")
 WEIGHTS = "export/model.safetensors"
-LONGEST_START, LONGEST_AFTER = 2.0, 0.05  # seconds until a kill
+LONGEST_START, LONGEST_AFTER = 2.0, 0.05  # maximum seconds until a kill
 
 
 class Launched:
@@ -51,8 +51,8 @@ class Launched:
 
     def has_ended(self) -> bool:
         """Return whether the launcher has ended."""
-        if self.code is None and (found := os.waitpid(self.pid, os.WNOHANG))[0]:
-            self.code = os.waitstatus_to_exitcode(found[1])
+        if self.code is None and (reaped := os.waitpid(self.pid, os.WNOHANG))[0]:
+            self.code = os.waitstatus_to_exitcode(reaped[1])
         return self.code is not None
 
     def wait(self, condition: Callable[[], object] = lambda: False) -> None:
@@ -120,19 +120,19 @@ def case(number: int, seed: int, folder: Path, whole: dict[int, bytes]) -> str:
     if never:
         Launched(folder, processes, *OLD).wait()
     old = faults.steps(folder / "runs/killed") and (folder / "runs/killed/run.json").read_text()
-    one = Launched(folder, processes, *never)
-    one.wait_for(moment, draw)
-    there = [one.pid, *one.ranks()] if not one.has_ended() else []
-    victims = draw.sample(there, min(len(there), draw.choice((1, 1, 2))))
+    first = Launched(folder, processes, *never)
+    first.wait_for(moment, draw)
+    alive = [first.pid, *first.ranks()] if not first.has_ended() else []
+    victims = draw.sample(alive, min(len(alive), draw.choice((1, 1, 2))))
     sent = draw.choice((signal.SIGKILL, signal.SIGKILL, signal.SIGTERM))
     for pid in victims:
         kill(pid, sent)
-    names = ["launcher" if pid == one.pid else "rank" for pid in victims]
+    names = ["launcher" if pid == first.pid else "rank" for pid in victims]
     did = f"{number}: {processes} {' '.join(never)} {moment}: {sent.name} to {names}"
-    one.wait()
-    assert one.code in (0, 75, -9, -15), f"{did}: {one.code}"
+    first.wait()
+    assert first.code in (0, 75, -9, -15), f"{did}: {first.code}"
     leave_nothing(did)
-    about = one.run / "run.json"
+    about = first.run / "run.json"
     for _ in range(3):
         has_begun = about.exists() and about.read_text() != old
         again = Launched(folder, processes, *(() if has_begun else never))
@@ -141,9 +141,9 @@ def case(number: int, seed: int, folder: Path, whole: dict[int, bytes]) -> str:
         if again.code == 0:
             break
     assert again.code == 0, f"{did}: then {again.code}"
-    assert (one.run / WEIGHTS).read_bytes() == whole[processes], f"{did}: other weights"
-    seen = faults.steps(one.run)
-    assert seen == 24, f"{did}: {seen} records"
+    assert (first.run / WEIGHTS).read_bytes() == whole[processes], f"{did}: other weights"
+    recorded = faults.steps(first.run)
+    assert recorded == 24, f"{did}: {recorded} records"
     runs = {path.name for path in folder.glob("runs/[!.]*")} - {"killed"}
     kept = [path for name in runs for path in (folder / "runs" / name).glob("run.json")]
     assert [path.read_text() for path in kept] == [old] * bool(never), f"{did}: {runs}"
@@ -151,7 +151,7 @@ def case(number: int, seed: int, folder: Path, whole: dict[int, bytes]) -> str:
 
 
 def leave_nothing(did: str) -> None:
-    """Wait for all descendants, which save when their launcher ends; this process reaps them."""
+    """Wait until all descendants have ended, and reap them; ranks save when their launcher ends."""
     deadline = time.monotonic() + 60
     while left := psutil.Process().children(recursive=True):
         with suppress(ChildProcessError):

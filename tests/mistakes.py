@@ -37,7 +37,7 @@ def start() -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class Wrong(Ragged):
-    """Correct parts that most mistakes change: order of samples, first layer, sum and items."""
+    """A correct recipe; most mistakes change one of its parts: sample order, layers, or loss."""
 
     mistake: str = ""
 
@@ -291,7 +291,7 @@ class Libraries(Wrong):
 
 # ---- Metrics -------------------------------------------------------------------------------------
 class MeanLoss(Wrong):
-    """Has the mean loss as its only metric, as without build_metrics; a label may be missing."""
+    """Has the mean loss as its only metric, as without build_metrics; one label may be NaN."""
 
     build_metrics = update_metrics = None  # type: ignore[assignment]
 
@@ -507,12 +507,12 @@ class Unnoticed(Wrong):
         total, items = (errors * counts).sum(), counts.sum()
         if self.mistake == "backward":
             (0.1 * errors.mean()).backward(retain_graph=True)
-        if self.mistake == "cache" and model.training:  # the errors so far change the targets
+        if self.mistake == "cache" and model.training:  # weighted by previous errors
             indices, means = batch["index"].tolist(), errors.detach().mean(1).tolist()
             before = [CACHE.get(index, 0.0) for index in indices]
             CACHE.update(dict(zip(indices, means, strict=True)))
             total = total + (errors.mean(1) * torch.tensor(before)).sum()
-        if self.mistake == "teacher":  # an average of the weights, which no checkpoint holds
+        if self.mistake == "teacher":  # an average of the weights, in no checkpoint
             weight = next(model.parameters())
             teacher = CACHE.setdefault("teacher", weight.detach().clone())
             teacher.lerp_(weight.detach(), 0.1)

@@ -1,10 +1,10 @@
-"""Lose hosts of a run on four hosts, by each kind of fault and at each time; print what it does.
+"""Lose hosts of a run on four hosts, by each fault, at each time; print what the run does.
 
     python tests/node_faults.py             as root: all cases, 25 minutes; a table in Markdown
     python tests/node_faults.py power cut   the cases with one of these words
 
 The hosts are network namespaces (hosts.py). Each case must end as `expected` says: with the weights
-of an uninterrupted run and one record per step, or with a message on every remaining host. No
+of an uninterrupted run and one record per step, or with a message on a remaining host. No
 process may run afterwards, and no two starts may overlap.
 """
 
@@ -62,8 +62,8 @@ class NodeFault:
     hosts: tuple[int, ...] = (2,)
     when: str = "step"  # a key of TIMES
     back: bool = False  # a new launcher is started on these hosts a while after the fault
-    options: tuple[str, ...] = ()  # of the launchers
-    expected: str = "right"  # weights and records are; or the message on the remaining hosts
+    options: tuple[str, ...] = ()  # more options of the launchers
+    expected: str = "right"  # weights and records; or a message on a remaining host
 
     def __str__(self) -> str:
         return " ".join((self.what, *map(str, self.hosts), self.when, *["back"] * self.back))
@@ -127,7 +127,7 @@ CASES = [
     NodeFault("all killed", (3,), back=True),
     NodeFault("all killed", (3,), "save"),
     NodeFault("stopped", (2,)),
-    # without node 0 the others end, or wait for it
+    # if node 0 is lost, the other nodes end, or wait for it
     NodeFault("power", (0,), expected="the run ends, since node 0 is lost"),
     NodeFault("power", (0,), "start", expected="the run ends, since node 0 is lost"),
     NodeFault("cut", (0,), expected="the run ends, since node 0 is lost"),
@@ -184,17 +184,17 @@ def run(fault: NodeFault) -> str:
         for host in range(COUNT):
             launch(hosts, host, *fault.options)
         while not TIMES[fault.when](hosts):
-            assert any(one.poll() is None for one in hosts.commands), hosts.outputs()
+            assert any(command.poll() is None for command in hosts.commands), hosts.outputs()
             time.sleep(0.002)
         began, before = time.monotonic(), hosts.steps()
         for host in fault.hosts:
             FAULTS[fault.what](hosts, host)
-        # launchers that are gone for good count as ended
+        # do not wait for launchers that are gone for good
         gone = fault.hosts if fault.what in ("power", "stopped", "all killed") else ()
-        left = [one for host, one in enumerate(hosts.commands) if host not in gone]
+        left = [command for host, command in enumerate(hosts.commands) if host not in gone]
         pause, last, stepped = 0.0, before, began
         is_back = not fault.back
-        while any(one.poll() is None for one in left):
+        while any(command.poll() is None for command in left):
             now, steps = time.monotonic(), hosts.steps()
             assert now < began + 180 * PATIENCE, f"{fault} hangs:\n{hosts.outputs()}"
             if steps != last:
@@ -208,7 +208,7 @@ def run(fault: NodeFault) -> str:
             time.sleep(0.02)
         ended_at = time.monotonic() - began
         kill([pid for host in fault.hosts for pid in hosts.pids(host)])
-        codes = [one.poll() for one in left]
+        codes = [command.poll() for command in left]
         shown = hosts.outputs()
         status = hosts.run_folder / "status.json"
         assert status.exists() or fault.expected != "right", f"{fault}: nothing began\n{shown}"
@@ -230,13 +230,13 @@ def run(fault: NodeFault) -> str:
         ours = load_file(hosts.run_folder / "export/model.safetensors")
         torch.testing.assert_close(ours, right_weights(), rtol=1e-9, atol=1e-9)
         records = (hosts.run_folder / "metrics.jsonl").read_text().splitlines()
-        steps = [one["step"] for one in map(json.loads, records) if one["kind"] == "interval"]
+        steps = [line["step"] for line in map(json.loads, records) if line["kind"] == "interval"]
         assert steps == list(range(1, STEPS + 1)), f"{fault}: not one record per step"
-        nodes = [one["nodes"] for one in starts if one["event"] == "start"]
-        times = [one["time"] for one in starts]
+        nodes = [event["nodes"] for event in starts if event["event"] == "start"]
+        times = [event["time"] for event in starts]
         assert times == sorted(times), "no two starts at the same time"
-        how = " -> ".join(map(str, nodes))
-        return f"goes on: {how} nodes; longest pause {pause:.1f} s"
+        numbers = " -> ".join(map(str, nodes))
+        return f"goes on: {numbers} nodes; longest pause {pause:.1f} s"
 
 
 def main(words: list[str]) -> int:
@@ -247,14 +247,14 @@ def main(words: list[str]) -> int:
         if words and not any(word in str(case) for word in words):
             continue
         try:
-            told = run(case)
+            outcome = run(case)
         except (AssertionError, OSError, subprocess.SubprocessError) as error:
             wrong += 1
-            told = f"WRONG: {error}"
+            outcome = f"WRONG: {error}"
         back = "yes" if case.back else "no"
         more = f", `{' '.join(case.options)}`" if case.options else ""
         hosts = ", ".join(map(str, case.hosts))
-        print(f"| {case.what} | {hosts} | {case.when} | {back}{more} | {told} |", flush=True)
+        print(f"| {case.what} | {hosts} | {case.when} | {back}{more} | {outcome} |", flush=True)
     return bool(wrong)
 
 

@@ -18,7 +18,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-MOST_LINES = 10  # of other files that are deleted with a room
+MOST_LINES = 10  # maximum number of lines in other files that are deleted with a room
 FEW_LINES = 3  # the same, for rooms that the recorder calls
 
 
@@ -32,8 +32,8 @@ class Room:
     files: tuple[str, ...]
     """Paths of files and folders in the project; those in the package lack src/my_project/."""
     word: str = ""
-    """A regular expression. Each line of the files in `lines` that matches it is deleted; then no
-    code of the core matches it. "" for a room that no other module uses."""
+    """A regular expression. Each line of the files in `lines` that matches it is deleted; after
+    that, no code of the core matches it. "" for a room that no other module uses."""
     lines: dict[str, int] = field(default_factory=dict)
     """Files, and how many of their lines match `word`."""
     settings: tuple[str, ...] = ()
@@ -108,7 +108,7 @@ ROOMS = (
         },
         settings=("mirror", "mirror_seconds"),
         tests=("test_mirror.py",),
-        most=40,  # it is saved to, resumed from, and read by commands
+        most=40,  # runs save to it and resume from it, and commands read it
     ),
     Room(
         name="provenance",
@@ -302,7 +302,7 @@ def _code(text: str) -> str:
 
 # ---- deleting ------------------------------------------------------------------------------------
 def with_dependents(names: Iterable[str]) -> list[Room]:
-    """Return rooms and those that need them, in the order of ROOMS."""
+    """Return rooms and the rooms that need them, in the order of ROOMS."""
     gone = {*names}
     while more := {room.name for room in ROOMS if gone.intersection(room.needs)} - gone:
         gone |= more
@@ -332,9 +332,9 @@ def delete(project: Path, names: Iterable[str]) -> None:
         for file, count in room.lines.items():
             path = path_of(file, project)
             if path.exists():
-                found = len(matching(path, room.word))
-                if found != count:
-                    raise ValueError(f"{room.name}: {found} lines match in {file}, not {count}")
+                matches = len(matching(path, room.word))
+                if matches != count:
+                    raise ValueError(f"{room.name}: {matches} lines match in {file}, not {count}")
     for room in rooms:
         for path in [path_of(file, project) for file in (*room.files, *own_tests(room))]:
             if path.is_dir():
@@ -368,14 +368,14 @@ def matching(path: Path, word: str) -> list[int]:
 
 
 def without(text: str, gone: set[int]) -> str:
-    """Return a text without some lines; if one of them opens a block, the rest of it is dedented.
+    """Return a text without some lines; if one opens a block, the rest of the block is dedented.
 
     Args:
         text: Python code.
         gone: the indices of the lines.
     """
     kept: list[str] = []
-    opened: list[int] = []  # indents of the blocks whose first line is gone
+    opened: list[int] = []  # indents of the blocks whose first line was deleted
     for number, line in enumerate(text.splitlines(keepends=True)):
         indent = len(line) - len(line.lstrip())
         if line.strip():
@@ -399,7 +399,7 @@ def without_settings(text: str, names: set[str]) -> str:
             is_field = isinstance(node, ast.AnnAssign) and ast.unparse(node.target) in names
             if is_class or (is_field and body is not tree.body):
                 decorators = getattr(node, "decorator_list", [])
-                first = min([node.lineno, *(one.lineno for one in decorators)])
+                first = min([node.lineno, *(decorator.lineno for decorator in decorators)])
                 last = after if is_field and _is_docstring(after) else node
                 gone |= {*range(first - 1, last.end_lineno or first)}
     lines = text.splitlines(keepends=True)
@@ -446,7 +446,7 @@ def code(path: Path) -> Iterator[tuple[int, str]]:
 
 
 def leftovers(package: Path, rooms: Iterable[Room]) -> list[str]:
-    """Return the lines of code of the core that name one of the rooms."""
+    """Return the lines of code in the core that still name one of the rooms."""
     words = [room.word for room in rooms if room.word]
     return [
         f"{path.relative_to(package)}:{number}: {line.strip()}"
@@ -458,7 +458,7 @@ def leftovers(package: Path, rooms: Iterable[Room]) -> list[str]:
 
 def dangling_imports(package: Path) -> list[str]:
     """Return the relative imports of modules that do not exist, inside functions too."""
-    found = []
+    dangling = []
     for path in sorted(package.rglob("*.py")):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if not isinstance(node, ast.ImportFrom) or not node.level:
@@ -471,8 +471,8 @@ def dangling_imports(package: Path) -> list[str]:
             names = [name.name for name in node.names]
             missing = [n for n in names if not ((base / n).is_dir() or (base / f"{n}.py").exists())]
             if missing:
-                found.append(f"{path.relative_to(package)}:{node.lineno}: {', '.join(missing)}")
-    return found
+                dangling.append(f"{path.relative_to(package)}:{node.lineno}: {', '.join(missing)}")
+    return dangling
 
 
 if __name__ == "__main__":

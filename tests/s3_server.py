@@ -57,7 +57,7 @@ error_suppression_limit = 1000000000
 use = egg:swift#catch_errors
 [filter:cache]
 use = egg:swift#memcache
-# nobody listens there: each request asks the account and the container themselves
+# nothing listens there, so each request asks the account and container servers
 memcache_servers = {ip}:1
 [filter:listing_formats]
 use = egg:swift#listing_formats
@@ -123,7 +123,7 @@ class Server:
     def start(self) -> None:
         """Start the processes; return once the server answers.
 
-        They end with the thread that calls this, however it ends.
+        The processes end with the calling thread, however it ends.
         """
         for command in self.commands:
             with (self.folder / "log.txt").open("ab") as log:
@@ -174,7 +174,7 @@ class Server:
 
 
 def makes_bucket(client: BaseClient, bucket: str) -> bool:
-    """Return whether the server has made the bucket, or already had it."""
+    """Make a bucket unless it exists; return whether the server has it now."""
     try:
         client.create_bucket(Bucket=bucket)
     except (BotoCoreError, ClientError) as error:
@@ -243,7 +243,7 @@ def swift(folder: Path, ip: str) -> Server:
         )  # fmt: skip
         path.write_text(conf)
         commands.append((installed(f"swift-{name}-server"), str(path), "--verbose"))
-    python = Path(commands[0][0]).with_name("python3")  # the one that has the module of Swift
+    python = Path(commands[0][0]).with_name("python3")  # the interpreter that has Swift installed
     words = [python, "-W", "ignore", "-c", RING, folder, ip, *map(str, ports[:-1])]
     subprocess.run(words, check=True)
     return Server(name="swift", folder=folder, ip=ip, port=ports[-1], commands=tuple(commands))

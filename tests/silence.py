@@ -4,8 +4,8 @@
     python tests/silence.py mean best   try the cases with one of these words in their name
 
 The exit code is 1 if an outcome is not the expected one; what was seen is printed to stderr. Each
-run is launched in a process that is forked from this one, which has imported everything, and takes
-2 s, on CPU processes.
+run takes 2 s on CPU processes: its launcher is a fork of this process, which has imported
+everything.
 """
 
 import dataclasses
@@ -48,6 +48,8 @@ import mistakes, signal
 class Opened(mistakes.Opened):
     file = open("rows.bin", "rb", buffering=0)
 """
+# The launcher imports this after it has installed its signal handlers: its import_all imports what
+# the recipe's module imports inside methods, and a method in mistakes.py imports beside.
 DEAF = """\
 import signal
 signal.signal(signal.SIGTERM, lambda *_: None)
@@ -56,26 +58,26 @@ signal.signal(signal.SIGTERM, lambda *_: None)
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """A mistake, and what is expected to be seen."""
+    """A mistake, and what a user is expected to see of it."""
 
     name: str
     recipe: str  # a class of mistakes.py, or of `beside`
     mistake: str = ""
     sees: str  # a key of SEES
     word: str = ""  # a regular expression for what is on the screen or in a record of kind check
-    why: str = ""  # what finds it or what the run does; why a silent mistake is not found
+    why: str = ""  # what finds the mistake, why the run is right, or why nothing is seen
     processes: int = 1
     nodes: int = 1  # each is a separate launch, with one process
     starts: int = 1
     flags: str = ""
-    settings: dict[str, Any] = field(default_factory=dict)  # of the recipe
-    right: dict[str, Any] = field(default_factory=dict)  # other fields of the run to compare with
+    settings: dict[str, Any] = field(default_factory=dict)  # fields of the recipe
+    right: dict[str, Any] = field(default_factory=dict)  # fields changed in the run to compare with
     beside: str = ""  # text of beside.py; {} becomes the number of the start plus that of the node
     hash_seed: bool = False  # each start is a new process with another seed for hashes
 
 
 def as_alone(**right: Any) -> dict[str, Any]:
-    """Return the fields of the run in one process and one start, which a right run must equal."""
+    """Return `right` for a comparison with a run on one process in one start."""
     return {"processes": 1, "nodes": 1, "starts": 1} | right
 
 
@@ -190,7 +192,7 @@ CASES = [
          word="ema_decay", why="the optimizer has its own average"),
     Case(name="a misspelled optional method", recipe="Misspelled", sees="warned",
          word="predict_samples", why="the warning suggests the right name"),
-    # ---- not noticed
+    # ---- mistakes that are not noticed
     Case(name="a loss multiplied by the number of ranks", recipe="NotASum", mistake="times ranks",
          processes=2, sees="silent", why="it is still a sum; a weight may be intended"),
     Case(name="a detached part of the model", recipe="Unnoticed", mistake="detached",
@@ -250,9 +252,8 @@ def play(case: Case, folder: Path) -> list[int]:
     module = "beside" if "class" in case.beside else "mistakes"
     recipe = case.settings | {"mistake": case.mistake}
     text = faults.CONFIG.replace("faulty.Faulty", f"{module}.{case.recipe}")
-    text = text.replace(
-        "lr: 0.01", "lr: 0.01, schedule: constant"
-    )  # as starts have different lengths
+    # constant, since the starts have different lengths
+    text = text.replace("lr: 0.01", "lr: 0.01, schedule: constant")
     text = text.format(recipe=json.dumps(recipe), workers=0, steps=12, timeout=40, startup=60,
                        blocks="false")  # fmt: skip
     (folder / "run.yaml").write_text(text)
@@ -265,12 +266,12 @@ def play(case: Case, folder: Path) -> list[int]:
 
 
 def read(*paths: Path) -> str:
-    """Return the text of those of the files that exist."""
+    """Return the text of the files that exist, joined."""
     return "\n".join(path.read_text(errors="replace") for path in paths if path.exists())
 
 
 def numbers(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
-    """Return the weights that a run exports, and the results of its last evaluation."""
+    """Yield the weights that a run exports, and the results of its last evaluation, by name."""
     for part in ("export", "best"):
         if (folder / RUN / part).exists():
             for name, tensor in weights(folder / RUN / part).items():
@@ -281,13 +282,13 @@ def numbers(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def differences(one: Path, other: Path) -> list[str]:
-    """Return the names of the weights and results of two runs that differ."""
-    ours, theirs = dict(numbers(one)), dict(numbers(other))
-    assert ours.keys() == theirs.keys()
+    """Return the names of the weights and results that differ between two runs."""
+    values, other_values = dict(numbers(one)), dict(numbers(other))
+    assert values.keys() == other_values.keys()
     return [
         name
-        for name, value in ours.items()
-        if not torch.allclose(value, theirs[name], rtol=1e-4, atol=1e-5, equal_nan=True)
+        for name, value in values.items()
+        if not torch.allclose(value, other_values[name], rtol=1e-4, atol=1e-5, equal_nan=True)
     ]
 
 
@@ -295,24 +296,24 @@ def outcome(case: Case, folder: Path) -> tuple[str, str]:
     """Return what a user sees of a case (a key of SEES or other words), and the evidence."""
     codes = play(case, folder / "run")
     screen = read(folder / "run/output.txt")
-    said = faults.checks(folder / "run" / RUN)
-    lines = [*screen.splitlines(), *said]
+    checks = faults.checks(folder / "run" / RUN)
+    lines = [*screen.splitlines(), *checks]
     seen = [line.strip() for line in lines if case.word and re.search(case.word, line)]
     logged = faults.warned(folder / "run")  # possibly not on the screen
-    evidence = "; ".join([*(seen[:1] or said), *logged])
+    evidence = "; ".join([*(seen[:1] or checks), *logged])
     if {*codes} != {CODES.get(case.sees, 0)}:
         return (f"exit codes {codes}", screen[-2000:]) if any(codes) else ("silent", evidence)
-    found = case.sees if seen or case.sees == "saved" else "other warning" if said else "silent"
+    result = case.sees if seen or case.sees == "saved" else "other warning" if checks else "silent"
     if case.sees == "right":
         codes = play(dataclasses.replace(case, **case.right), folder / "right")
         assert not any(codes), read(folder / "right/output.txt")
-        others = differences(folder / "run", folder / "right")
-        found, evidence = "silent" if others else "right", f"{evidence} {', '.join(others)}"
-    elif any(codes) and found != case.sees:
-        found = f"exit codes {codes}"
+        different = differences(folder / "run", folder / "right")
+        result, evidence = "silent" if different else "right", f"{evidence} {', '.join(different)}"
+    elif any(codes) and result != case.sees:
+        result = f"exit codes {codes}"
     elif case.sees == "silent" and logged:
-        found = "other warning"
-    return found, evidence
+        result = "other warning"
+    return result, evidence
 
 
 def row(case: Case) -> str:

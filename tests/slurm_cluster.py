@@ -88,7 +88,7 @@ class SlurmCluster:
         return shown.split()[-1]
 
     def about(self, job: str) -> dict[str, str]:
-        """Return what Slurm says of a job."""
+        """Return the fields that scontrol shows for a job."""
         words = self.call("scontrol", "show", "job", job).split()
         return dict(word.split("=", 1) for word in words if "=" in word)
 

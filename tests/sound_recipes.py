@@ -1,4 +1,4 @@
-"""Correct recipes of kinds that a check might blame; for faults.py --sound."""
+"""Correct recipes that a check might report by mistake; for faults.py --sound."""
 
 import os
 from dataclasses import dataclass
@@ -44,7 +44,7 @@ class Ddpm(Sound):
 
 
 class Translation(Sound):
-    """A sequence to sequence model with dropout; tokens count where they are not padding."""
+    """A sequence-to-sequence model with dropout; only tokens that are not padding count."""
 
     def build_model(self, data_info: Any) -> nn.Module:
         torch.backends.mha.set_fastpath_enabled(False)  # the fast path does not support autocast
@@ -57,8 +57,8 @@ class Translation(Sound):
         tokens, padding = (batch["x"][..., 0].abs() * 9).long() % 32, batch["counts"] == 0
         source, target = model["tokens"](tokens), model["tokens"](tokens.roll(1, 1))
         mask = nn.Transformer.generate_square_subsequent_mask(9) < 0
-        found = model["body"](source, target, tgt_mask=mask, src_key_padding_mask=padding)
-        losses = F.cross_entropy(model["head"](found).transpose(1, 2), tokens, reduction="none")
+        decoded = model["body"](source, target, tgt_mask=mask, src_key_padding_mask=padding)
+        losses = F.cross_entropy(model["head"](decoded).transpose(1, 2), tokens, reduction="none")
         return (losses * batch["counts"]).sum(), batch["counts"].sum()
 
 
@@ -66,16 +66,16 @@ class Detection(Sound):
     """A batch is a list of dicts with different numbers of boxes."""
 
     def collate(self, samples: Any) -> Any:
-        counts = [int(one["counts"].sum()) for one in samples]
+        counts = [int(item["counts"].sum()) for item in samples]
         pairs = zip(samples, counts, strict=True)
-        return [{"image": one["x"][0], "boxes": one["x"][:count, :4]} for one, count in pairs]
+        return [{"image": item["x"][0], "boxes": item["x"][:count, :4]} for item, count in pairs]
 
     def build_model(self, data_info: Any) -> nn.Module:
         return nn.Linear(6, 4)
 
     def loss(self, model: Any, batch: Any, step: int) -> Any:
-        errors = [(model(one["image"]) - one["boxes"]).abs().sum() for one in batch]
-        return torch.stack(errors).sum(), sum(len(one["boxes"]) for one in batch)
+        errors = [(model(sample["image"]) - sample["boxes"]).abs().sum() for sample in batch]
+        return torch.stack(errors).sum(), sum(len(sample["boxes"]) for sample in batch)
 
 
 class Contrastive(Sound):
@@ -85,13 +85,13 @@ class Contrastive(Sound):
         return nn.Linear(6, 8)
 
     def loss(self, model: Any, batch: Any, step: int) -> Any:
-        one, other = (F.normalize(model(batch["x"][:, i]), dim=1) for i in (0, 1))
-        labels = torch.arange(len(one), device=one.device)
-        return F.cross_entropy(one @ other.T / 0.1, labels, reduction="sum"), len(one)
+        first, second = (F.normalize(model(batch["x"][:, i]), dim=1) for i in (0, 1))
+        labels = torch.arange(len(first), device=first.device)
+        return F.cross_entropy(first @ second.T / 0.1, labels, reduction="sum"), len(first)
 
 
 class Paths(Ragged):
-    """Samples name files, whose folder differs between nodes."""
+    """Samples contain file paths, whose folder differs between ranks, as on separate nodes."""
 
     def build_datasets(self, data_info: Any) -> Any:
         train, validation = super().build_datasets(data_info)

@@ -1,8 +1,8 @@
 """Find the files of the package that a training step uses, from its data to its checkpoint.
 
-They are found by running: on rank 0 of two processes under DDP, a profile function notes, in all
-threads, the files whose functions are called from the loss of one step to the loss of the step
-after the next, when the checkpoint in between is on the disk. The recipe's own files do not count.
+A run shows them: on rank 0 of two processes under DDP, a profile function in all threads notes the
+files whose functions are called between the loss of one step and the loss two steps later, when the
+checkpoint in between is on the disk. The recipe's own files do not count.
 """
 
 import os

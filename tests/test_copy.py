@@ -328,5 +328,5 @@ def test_a_generated_project_takes_another_recipe(tmp_path: Path, template: Path
     for file in (package / "recipe.py", project / "configs/causal_lm.yaml"):
         file.write_text(file.read_text() + "# mine\n")
     shown = copied("causal_lm", package)
-    assert "its recipe.py is of another version" in shown
+    assert "its recipe.py is from another version" in shown
     assert "kept, since they are yours: configs/causal_lm.yaml\n" in shown

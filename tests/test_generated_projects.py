@@ -1,7 +1,8 @@
 """A generated project that is installed as its README says passes its own checks.
 
 The checks of the repository run in its own .venv, which has every library of every recipe. Here
-nothing of that is in reach: what a project's README, Makefile or pyproject.toml forgets is missed.
+none of them can be imported, so a dependency that a project's README, Makefile or pyproject.toml
+lacks makes its checks fail.
 """
 
 import datetime

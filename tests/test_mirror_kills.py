@@ -1,4 +1,4 @@
-"""Mirrored runs, through a server for S3: eight kills, a server that is paused or away, secrets."""
+"""Mirrored runs, through a server for S3: eight kills, a paused or stopped server, secrets."""
 
 import json
 import os

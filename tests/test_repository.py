@@ -1,4 +1,4 @@
-"""The README's commands, code and pictures; links and files that belong together."""
+"""The README's commands, code and pictures; links, and files that must agree."""
 
 import os
 import re

@@ -22,8 +22,9 @@ def pytest_configure(config):
 
 
 def pytest_collection_finish():
-    """Exclude what imports created from collections: each run here begins with a full one."""
+    """Exclude imported objects from garbage collections: each run begins with a full one."""
     gc.freeze()
     atexit.register(gc.unfreeze)  # C++ modules report objects that are left at the end as leaked
-    gc.unfreeze = lambda: None  # a run ends with unfreeze: the next would scan the imports again
+    # each run ends with unfreeze, after which the next run would scan the imports again
+    gc.unfreeze = lambda: None
     gc.enable()

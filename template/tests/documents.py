@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 PROJECT = Path(__file__).parents[1]
-# These folders can be deleted.
+# The owner of a project may have deleted these folders.
 HAS_TOOLS = (PROJECT / "src/my_project/tools").is_dir()
 HAS_LAUNCHERS = (PROJECT / "launch").is_dir()
 DOCUMENTS = sorted(
@@ -27,7 +27,7 @@ SHORT = """--epochs null --steps 2 --evaluation.every_steps null --telemetry.tra
 
 
 def text_of(document: str, heading: str = "") -> str:
-    """Return a document, or the text from a heading to the next one of its level."""
+    """Return the text of a document, or of the section below a heading."""
     text = (PROJECT / document).read_text(encoding="utf-8")
     if not heading:
         return text

@@ -23,11 +23,11 @@ class Ragged:
     noise: float = 0.0  # standard deviation of random numbers that are drawn when a sample is read
     explode_at: tuple[int, ...] = ()  # steps whose loss is not finite
     empty_at: tuple[int, ...] = ()  # steps with num_items 0
-    fault: str = field(default="", metadata=QUIET)  # a fault that strike() knows, or nan
+    fault: str = field(default="", metadata=QUIET)  # a fault of strike(), or nan
     fault_in: str = field(default="loss", metadata=QUIET)  # the method that meets the fault
     fault_at: int = field(default=-1, metadata=QUIET)  # its step, for methods that get the step
     fault_on_rank: int = field(default=1, metadata=QUIET)
-    bad_sample: int = -1  # index of a sample that cannot be read, or that meets the fault
+    bad_sample: int = -1  # index of a sample that cannot be read, or causes the fault
     seconds: float = 0.0  # added to the time of each micro-batch
     slow_rank: int = -1  # the only rank whose micro-batches take longer; -1: all
     unused_parameter: bool = False
@@ -85,7 +85,7 @@ class Ragged:
         from torchmetrics.classification import BinaryAccuracy, BinaryAUROC
 
         self.strike("build_metrics")
-        # the state of the second is a list of tensors
+        # the state of BinaryAUROC is a list of tensors
         return {"accuracy": BinaryAccuracy(), "auroc": BinaryAUROC()}
 
     def update_metrics(self, model: nn.Module, batch: dict[str, Tensor], metrics: Any) -> None:

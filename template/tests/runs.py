@@ -23,7 +23,7 @@ def quick(count: int, cases: Any) -> list[Any]:
 
 
 def averaged(decay: float) -> dict[str, Any]:
-    """Return the setting of an EMA, or none if its file was deleted."""
+    """Return the setting of an EMA; {} if the owner has deleted ema.py."""
     return {"optim__ema_decay": decay} if hasattr(OptimConfig, "ema_decay") else {}
 
 
@@ -46,7 +46,7 @@ def make_config(folder: Path, recipe: Ragged | None = None, **settings: Any) -> 
 
 
 def change(config: Any, **settings: Any) -> Any:
-    """Replace settings; a nested one is written with two underscores."""
+    """Replace settings; a nested setting is written with two underscores."""
     changed: dict[str, Any] = {}
     for name, value in settings.items():
         outer, _, inner = name.partition("__")
@@ -57,7 +57,7 @@ def change(config: Any, **settings: Any) -> Any:
 
 
 def records(config: Config, kind: str = "loss") -> list[dict[str, Any]]:
-    """Return the records in metrics.jsonl with a key: by default, those of steps."""
+    """Return the records in metrics.jsonl that have a key; by default, those of steps."""
     lines = (config.folder / "metrics.jsonl").read_text().splitlines()
     return [record for record in map(json.loads, lines) if kind in record]
 
@@ -80,8 +80,8 @@ def assert_same_weights(
     """Compare exported weights, or those of another part; to the bit without a tolerance."""
     import torch
 
-    ours, theirs = weights(one.folder / part), weights(other.folder / part)
-    torch.testing.assert_close(ours, theirs, rtol=tolerance, atol=tolerance)
+    first, second = weights(one.folder / part), weights(other.folder / part)
+    torch.testing.assert_close(first, second, rtol=tolerance, atol=tolerance)
 
 
 def status(config: Config) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""`evaluate --follow` evaluates each checkpoint beside training. Goes with follow.py."""
+"""`evaluate --follow` evaluates each checkpoint during training. Delete this with follow.py."""
 
 import argparse
 import json

@@ -1,6 +1,6 @@
 """What only a GPU can show. Run with: make test-gpu.
 
-Each of several processes has a GPU, and uses NCCL; if there are too few, all share one, over gloo.
+If there are enough GPUs, each process has one and uses NCCL; otherwise all share one, over gloo.
 """
 
 import os

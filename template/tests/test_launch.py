@@ -1,4 +1,4 @@
-"""Through the real launchers: what a user sees when a run succeeds, fails, stops or is killed."""
+"""The real launchers: what a user sees when a run succeeds, fails, stops or is killed."""
 
 import json
 import os

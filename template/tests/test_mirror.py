@@ -1,4 +1,4 @@
-"""A run that loses its machine and disk continues from its mirror, to the same bits."""
+"""A run that loses its machine and disk continues from its mirror, bit for bit."""
 
 import hashlib
 import json

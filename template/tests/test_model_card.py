@@ -1,4 +1,4 @@
-"""The model card of an export, export/README.md. Goes with model_card.py."""
+"""The model card of an export, export/README.md. Delete this with model_card.py."""
 
 import os
 import re

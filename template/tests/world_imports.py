@@ -1,4 +1,4 @@
-"""The imports of the fork server, once, 15 s; none may start a thread or a computation."""
+"""What the fork server imports, once, in 15 s; no import may start a thread or a computation."""
 
 import contextlib
 import gc

@@ -1,4 +1,4 @@
-"""Runs for tests of the checks: what is found, and how the run ends."""
+"""Train runs for tests of the checks; return what the checks find, and how the run ends."""
 
 from pathlib import Path
 from typing import Any
@@ -37,9 +37,9 @@ def found(
 def check(
     recipe: Any, folder: Path, processes: int = 1, *, replicas: int = 0, **settings: Any
 ) -> tuple[int, list[tuple[str, str]]]:
-    """Train in a world of its own, whose ranks all have the same findings; return those of one.
+    """Train in a new world; return the exit code and the findings, which are equal on all ranks.
 
-    With replicas the model is sharded: by FSDP2 with 1, else by HSDP.
+    The model is not sharded with 0 replicas; it is sharded by FSDP2 with 1, and by HSDP with more.
     """
     settings = {"run_name": f"{processes}_{replicas}", "steps": 4} | settings
     results = run_world(processes, found, recipe, folder, settings, replicas)

@@ -1,10 +1,10 @@
 """Make file operations fail, be slow or have no effect, in real runs of the launcher; Linux.
 
-A library that is preloaded (LD_PRELOAD) stands before the C library's calls. FILE_FAULTS says which
-of them meet a fault, one a line: operation, effect, pattern of the path, occurrence. The effect is
-the name of an errno, "none" (the call returns 0 and does nothing) or milliseconds to wait; the
-occurrence is counted in each process, and 0 means each. One server process imports what a run
-needs, and forks each run, which reads FILE_FAULTS at each call.
+A preloaded library (LD_PRELOAD) intercepts calls of the C library. FILE_FAULTS lists the calls that
+get a fault, one per line: operation, effect, pattern of the path, occurrence. The effect is the
+name of an errno, "none" (the call returns 0 and does nothing) or milliseconds to wait. Occurrences
+are counted in each process; 0 means every occurrence. One server process imports what a run needs,
+and forks each run, which reads FILE_FAULTS at each call.
 """
 
 import errno

@@ -1,12 +1,12 @@
 """What each optimizer of torch does with each kind of weight: a table.
 
-In one process, under DDP on two and under FSDP2 on two, a model is trained for a few steps, and
-again from the checkpoint of the middle. A cell says
+A model is trained for a few steps, and then again from the checkpoint in the middle: in one
+process, on two under DDP, and on two under FSDP2. The words in the cells are
 
-    ok             weights and optimizer state of both end with the same bits, and under DDP and
-                   FSDP2 with the values of one process but for rounding
-    error          training, saving or going on has raised an error
-    another curve  neither, which no cell may say
+    ok             both runs end with the same weights and optimizer state, bit for bit; under DDP
+                   and FSDP2 these equal those of one process, except for rounding
+    error          training, saving or resuming raised an error
+    another curve  neither of these; no cell may have this
 """
 
 import gc
@@ -28,7 +28,7 @@ from world import World, free_port
 
 STEPS, MIDDLE = 4, 2
 ROUNDING = 1e-6  # in float64
-BFLOAT16 = 0.02  # of Muon, which rounds to it: sharded sums are rounded at other places
+BFLOAT16 = 0.02  # for Muon, which rounds to bfloat16: sharded sums are rounded elsewhere
 ARGUMENTS: dict[str, dict[str, Any]] = {
     "Adam": {"amsgrad": True},
     "RMSprop": {"momentum": 0.9, "centered": True},

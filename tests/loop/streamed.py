@@ -1,4 +1,4 @@
-"""A recipe for tests: the samples of ragged.py as a stream, whose lanes keep a book."""
+"""A recipe for tests: the samples of ragged.py as a stream, whose lanes note what they read."""
 
 import os
 from collections.abc import Iterator
@@ -12,10 +12,10 @@ from torch import Tensor, nn
 
 @dataclass(frozen=True, kw_only=True)
 class Streamed(Ragged):
-    """The same samples as a stream; files in `book` list the lanes opened, read and seen."""
+    """The same samples as a stream; files in `book` list samples that are opened, read and seen."""
 
     lanes: int = 8
-    fewer: int = 3  # another lane is this many samples shorter in each pass over the samples
+    fewer: int = 3  # in each pass, another lane is this many samples shorter
     ends: int = -1  # the lane that ends after its first pass
     book: str = field(default="", metadata={"changes_curve": False})  # the folder of these files
     # what lanes return: "" generators, or iterables with state_dict: "saved" or a wrong one
@@ -26,7 +26,7 @@ class Streamed(Ragged):
         return Lanes(train, self), validation
 
     def loss(self, model: nn.Module, batch: dict[str, Tensor], step: int) -> tuple[Tensor, Tensor]:
-        if model.training:  # not where a check calls it
+        if model.training:  # a check calls loss in evaluation mode
             with open(f"{self.book}/seen_{os.environ.get('RANK', '0')}", "a") as file:
                 file.write(f"{step} {batch['index'].tolist()}\n")
         return super().loss(model, batch, step)
@@ -51,7 +51,7 @@ class Lanes:
 
 
 class Lane:
-    """A lane without random access: what comes before its position is read, too."""
+    """A lane without random access: to reach its start, it reads the samples before it."""
 
     def __init__(self, stream: Lanes, i: int, start: int) -> None:
         self.stream = stream
@@ -88,7 +88,7 @@ class StatefulLane(Lane):
 
 
 class ForgetfulLane(StatefulLane):
-    """Knows its position only now and then, as while it reads from a buffer."""
+    """Knows its position only at some samples, as a lane that reads through a buffer does."""
 
     def state_dict(self) -> Any:
         return self.live if self.live["count"] <= 6 or self.live["count"] == 12 else None

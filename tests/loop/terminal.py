@@ -1,4 +1,4 @@
-"""A real pseudo-terminal: type a command, and read what stands on the screen."""
+"""A real pseudo-terminal: type a command, and read what the screen shows."""
 
 import fcntl
 import os
@@ -17,7 +17,7 @@ CONTROL = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]|\x1b[()][A-Z0-9]|\x1b[=>]")
 
 
 class Terminal:
-    """A terminal of some columns in which a command of the package runs."""
+    """A terminal, `columns` wide, in which a command of the package runs."""
 
     def __init__(
         self, words: list[str], folder: Path, columns: int = 80, environment: dict | None = None
@@ -37,14 +37,14 @@ class Terminal:
             os.execve(sys.executable, [sys.executable, "-m", "my_project", *words], variables)
 
     def read(self, until: Callable[[str], bool] | None = None, seconds: float = 600) -> str:
-        """Read until a condition on all text is true, or until the command has ended."""
+        """Read until a condition on `shown` is true, or until the command has ended."""
         deadline = time.monotonic() + seconds
         while not (until and until(self.shown)):
             assert time.monotonic() < deadline, f"still waiting after {seconds} s:\n{self.shown}"
             if select.select([self.master], [], [], 0.2)[0]:
                 try:
                     data = os.read(self.master, 65536)
-                except OSError:  # Linux's end of file of a terminal
+                except OSError:  # how Linux reports the end of a terminal's output
                     break
                 if not data:
                     break
@@ -52,7 +52,7 @@ class Terminal:
         return self.shown
 
     def wait_for(self, text: str, after: int = 0, seconds: float = 300) -> int:
-        """Read until `self.text` has a text after a position; return where that ends."""
+        """Read until `self.text` has a text after a position; return the position after it."""
         self.read(lambda _: text in self.text[after:], seconds)
         assert text in self.text[after:], f"it ended without {text!r}: {self.text[after:]!r}"
         return self.text.index(text, after) + len(text)
@@ -65,12 +65,12 @@ class Terminal:
 
     @property
     def shown(self) -> str:
-        """Return the text without control sequences; of a line that was overwritten the last."""
+        """Return the text without control sequences; only the last text of an overwritten line."""
         lines = CONTROL.sub("", self.text).replace("\r\n", "\n").split("\n")
         return "\n".join(line.rpartition("\r")[2] for line in lines)
 
     def type(self, keys: str) -> None:
-        """Type keys, such as Ctrl-C, which is a byte 3."""
+        """Type keys; Ctrl-C is the character with code 3."""
         os.write(self.master, keys.encode())
 
     def end(self, seconds: float = 600) -> tuple[list[str], int]:

@@ -1,4 +1,4 @@
-"""What ranks must agree on, and each start with the one before: data, code and the model."""
+"""Ranks must agree on data, code and the model, and so must a start and the one before it."""
 
 import os
 import sys

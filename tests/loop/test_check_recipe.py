@@ -1,4 +1,4 @@
-"""What a slightly wrong loss is named by, and that sound losses, however unusual, are not."""
+"""A slightly wrong loss is reported; correct losses, however unusual, are not."""
 
 import importlib
 from dataclasses import dataclass

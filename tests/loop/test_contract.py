@@ -1,4 +1,4 @@
-"""A recipe that is slightly wrong: one sentence with method, file and line, before it trains."""
+"""A slightly wrong recipe is refused with one sentence that has method, file and line."""
 
 import dataclasses
 import enum

@@ -1,4 +1,4 @@
-"""What the documents say is there: files, links, messages. Their commands fit a page, and run."""
+"""Files, links and messages in the documents exist; commands in them fit a page, and run."""
 
 import os
 import re

@@ -1,4 +1,4 @@
-"""A dataset that is told the epoch, by set_epoch, as DistributedSampler and datasets are."""
+"""A dataset with set_epoch gets the epoch, as DistributedSampler and datasets do."""
 
 from dataclasses import dataclass
 from typing import Any

@@ -1,4 +1,4 @@
-"""Ranks hold the same weights and buffers, and no forward changes a weight, or it is said."""
+"""Weights and buffers that differ between ranks, and a forward that changes a weight, are named."""
 
 import os
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""FSDP2 and HSDP through the real loop on CPU processes, and what a sharded start holds."""
+"""FSDP2 and HSDP through the real loop on CPU processes, and the memory of a sharded start."""
 
 import argparse
 import atexit

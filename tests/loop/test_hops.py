@@ -1,4 +1,4 @@
-"""How many functions of the package lie between the command and the loop."""
+"""How many functions of the package are called between the command and the loop."""
 
 import json
 import os

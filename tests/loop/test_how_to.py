@@ -1,4 +1,4 @@
-"""The recipe on one page and the how-to pages: their code runs as it stands, and does what it says.
+"""The recipe on one page and the how-to pages: their code runs unchanged, and does what it says.
 
 A new page needs an entry in CHECKS: what shows that its code works.
 """

@@ -1,4 +1,4 @@
-"""Any metric of torchmetrics: one value for any number of processes, NaN kept, a known best."""
+"""Any metric of torchmetrics: one value for any number of processes, NaN kept, the best found."""
 
 import math
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""On one machine, what the processes say to each other stays on it."""
+"""Processes of a run on a single machine communicate over loopback only."""
 
 import os
 

@@ -1,4 +1,4 @@
-"""Nodes without shared storage: each has its own disk, and they exchange files by the mirror."""
+"""Nodes without shared storage: each has its own disk, and the mirror exchanges their files."""
 
 import os
 import shutil

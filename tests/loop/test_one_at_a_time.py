@@ -1,4 +1,4 @@
-"""Two runs in one process: one after the other works; both at a time, in threads, is refused."""
+"""Two runs in one process work one after the other; at the same time, in threads, is refused."""
 
 import threading
 from dataclasses import dataclass

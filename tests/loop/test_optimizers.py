@@ -1,4 +1,4 @@
-"""No optimizer of torch ends in another curve, whatever the weights are: see optimizers.py."""
+"""No optimizer of torch gives another curve, for any kind of weight: see optimizers.py."""
 
 import pytest
 from optimizers import OPTIMIZERS, WEIGHTS, Cell, external, table, train_external

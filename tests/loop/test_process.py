@@ -1,4 +1,4 @@
-"""Processes of a launcher end with it, at any time; a run without one outlives its shell."""
+"""Processes of a launcher end with it, at any time; without one, a run outlives its shell."""
 
 import gc
 import mmap

@@ -1,4 +1,4 @@
-"""Every command in the README and four pages is run, as it stands but for what makes it short."""
+"""Every command in the README and four pages runs, changed only by settings that shorten it."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""Records: of an interval, its steps and all ranks; of what a run is continued with."""
+"""Records of intervals cover their steps and all ranks; records of starts note what changed."""
 
 import json
 import os

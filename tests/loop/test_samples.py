@@ -1,4 +1,4 @@
-"""Samples that are shown at each evaluation: where they lie, and that they change no run."""
+"""Samples that are shown at each evaluation: where they are, and that the run is the same."""
 
 import dataclasses
 import os

@@ -1,4 +1,4 @@
-"""BatchNorm's running statistics: those of one process with torch's own layers, on any number."""
+"""BatchNorm's running statistics on any number of processes are those of torch's layers on one."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace

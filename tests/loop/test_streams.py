@@ -1,4 +1,4 @@
-"""Streams: the same samples at the same places for any split, from any step on."""
+"""Streams give each step the same samples in the same order, for any split, after any resume."""
 
 import json
 import random

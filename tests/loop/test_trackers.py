@@ -1,4 +1,4 @@
-"""What trackers are given, and that no tracker's failure ends a run nor affects another tracker."""
+"""What trackers get; a tracker that fails neither ends the run nor affects another tracker."""
 
 import dataclasses
 import json

@@ -1,4 +1,4 @@
-"""Optimizers that train other weights than they evaluate, by train() and eval(): schedule-free."""
+"""Optimizers that switch to other weights by train() and eval(), such as schedule-free ones."""
 
 import json
 from argparse import Namespace

@@ -1,4 +1,4 @@
-"""The worlds of processes that tests start: nothing of them outlives a test."""
+"""The worlds of processes that tests start: no process outlives its test."""
 
 import subprocess
 import sys
