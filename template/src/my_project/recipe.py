@@ -181,7 +181,7 @@ PARAMETERS = {  # of every method that the loop calls
 
 def problems(kind: type) -> list[str]:
     """List what is wrong with a recipe: missing methods, wrong parameters, ignored fields."""
-    found = []
+    messages = []
     try:
         recipe = object.__new__(kind)  # without its fields, to look methods up as the loop does
     except TypeError:  # a function, a module, a class written in C
@@ -189,22 +189,22 @@ def problems(kind: type) -> list[str]:
     for name, parameters in PARAMETERS.items():
         method = getattr(recipe, name, None)
         if method is None:
-            found += [f"it has no method {name}"] if hasattr(Recipe, name) else []
+            messages += [f"it has no method {name}"] if hasattr(Recipe, name) else []
             continue
         try:
             inspect.signature(method).bind(*parameters)
         except TypeError as error:
             place, wanted = source_location(method), ", ".join(parameters)
-            found.append(f"{name} ({place}) must accept ({wanted}): {error}")
+            messages.append(f"{name} ({place}) must accept ({wanted}): {error}")
     for name, other in (("build_metrics", "update_metrics"), ("update_metrics", "build_metrics")):
         if getattr(kind, name, None) is not None and getattr(kind, other, None) is None:
-            found.append(f"it has {name} but lacks {other}, which {name} needs")
+            messages.append(f"it has {name} but lacks {other}, which {name} needs")
     for name in ignored_fields(kind):
-        found.append(
+        messages.append(
             f"the {name} that it sets would be ignored: write @dataclass above the class, and a"
             f" type after the name, such as {name}: int = 8"
         )
-    return found
+    return messages
 
 
 def ignored_fields(kind: type) -> list[str]:
@@ -213,7 +213,7 @@ def ignored_fields(kind: type) -> list[str]:
     These are annotated names in a class without @dataclass, and unannotated new defaults for
     inherited fields: an instance would have the base class's default.
     """
-    found: list[str] = []
+    ignored: list[str] = []
     for cls in kind.__mro__:
         bases = [base for base in cls.__mro__[1:] if FIELDS in vars(base)]
         inherited = {f.name for base in bases for f in fields(base)}
@@ -222,9 +222,9 @@ def ignored_fields(kind: type) -> list[str]:
             continue
         kinds = inspect.get_annotations(cls)
         annotated = [name for name in kinds if "ClassVar" not in str(kinds[name])]
-        found += [name for name in vars(cls) if name in inherited and name not in kinds]
-        found += [] if is_decorated else annotated
-    return found
+        ignored += [name for name in vars(cls) if name in inherited and name not in kinds]
+        ignored += [] if is_decorated else annotated
+    return ignored
 
 
 def source_location(function: Callable) -> str:
