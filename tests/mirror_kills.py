@@ -60,7 +60,7 @@ def start(environment: dict[str, str], is_sharded: bool, config: Any) -> int:
     return train_sharded(config) if is_sharded else train(config)
 
 
-def config_of(folder: Path, **settings: Any) -> Any:
+def run_config(folder: Path, **settings: Any) -> Any:
     """Return the config of a run that takes about four seconds and saves at every second step."""
     return make_config(
         folder / "runs",
@@ -102,8 +102,8 @@ def run_of(kind: Kind, kills: int, draw: random.Random, url: str, environment: d
     """
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        config = config_of(folder, checkpoints__mirror=url)
-        whole = replace(config_of(folder / "whole", checkpoints__mirror=None), run_name="whole")
+        config = run_config(folder, checkpoints__mirror=url)
+        whole = replace(run_config(folder / "whole", checkpoints__mirror=None), run_name="whole")
         count = kind.processes[0]
         assert run_world(count, start, {}, kind.is_sharded, whole) == [0] * count
         resumed, done = [], 0

@@ -9,7 +9,7 @@ from pathlib import Path
 import fsspec
 import mirror_kills
 import pytest
-from mirror_kills import config_of, start
+from mirror_kills import run_config, start
 from runs import assert_same_weights
 from s3_server import s3_server
 from world import World, run_world
@@ -31,7 +31,7 @@ def server(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory):
-    config = config_of(tmp_path_factory.mktemp("whole"))
+    config = run_config(tmp_path_factory.mktemp("whole"))
     assert run_world(1, start, {}, False, config) == [0]
     return config
 
@@ -48,7 +48,7 @@ def reaches(config, step: int) -> None:
 def test_a_server_that_is_away_for_a_while_stops_no_step(tmp_path, server, whole, fault):
     if fault == "away" and server.name == "moto":
         pytest.skip("moto forgets all that it has")
-    config = config_of(tmp_path, checkpoints__mirror=f"{server.url}/{fault}")
+    config = run_config(tmp_path, checkpoints__mirror=f"{server.url}/{fault}")
     world = World(1, start, server.environment, False, config)
     reaches(config, 3)
     server.pause() if fault == "paused" else server.stop()
@@ -80,7 +80,7 @@ def test_a_server_that_refuses_is_told_before_training(tmp_path, server):
         ("no-server", server.environment | missing, server.url, 1, "cannot be used"),
     ):
         (tmp_path / name).mkdir()
-        config = config_of(tmp_path / name, checkpoints__mirror=f"{url}/{name}")
+        config = run_config(tmp_path / name, checkpoints__mirror=f"{url}/{name}")
         error = run_world(1, refused, env, config)[0]
         assert error["exit_code"] == code, error
         assert said in error["text"]
@@ -97,7 +97,7 @@ def refused(environment: dict[str, str], config) -> dict:
     return {"exit_code": error.value.exit_code, "text": str(error.value)}
 
 
-def test_what_was_mirrored_is_small_and_named_as_the_page_says_and_has_no_secret(tmp_path, server):
+def test_the_mirror_is_small_named_as_the_page_says_and_has_no_secret(tmp_path, server):
     names = (
         "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN", "GOOGLE_API_KEY", "AZURE_STORAGE_KEY",
         "AZURE_CLIENT_SECRET", "GCS_PRIVATE_KEY",
@@ -105,7 +105,7 @@ def test_what_was_mirrored_is_small_and_named_as_the_page_says_and_has_no_secret
     secrets = {name: f"{name.lower()}+12345678/abc" for name in names}
     secrets |= {"AWS_SECRET_ACCESS_KEY": server.environment["AWS_SECRET_ACCESS_KEY"]}
     del secrets["AWS_SESSION_TOKEN"]  # the server would ask for its session
-    config = config_of(tmp_path, checkpoints__mirror=f"{server.url}/secrets")
+    config = run_config(tmp_path, checkpoints__mirror=f"{server.url}/secrets")
     assert run_world(1, start, server.environment | secrets, False, config) == [0]
     os.environ |= server.environment
     names = fsspec.filesystem("s3", skip_instance_cache=True).find("bucket/secrets/run")

@@ -78,7 +78,7 @@ def train_as_typed(command: str, more: str = "") -> Any:
     return config
 
 
-def train_config_of(recipe: str, folder: Path, **settings: Any) -> list[float]:
+def train_recipe_config(recipe: str, folder: Path, **settings: Any) -> list[float]:
     """Train a recipe's config, shortened by the given settings, and return its losses."""
     from runs import change, train, values
 

@@ -34,7 +34,7 @@ class Evaluated(Ragged):
         super().update_metrics(model, batch, metrics)
 
 
-def config_of(folder: Path, name: str, fault: str = "", after: int = 0, **settings: Any) -> Config:
+def run_config(folder: Path, name: str, fault: str = "", after: int = 0, **settings: Any) -> Config:
     """Make the config of a run that meets a fault in the evaluation after a given step."""
     NEWEST["step"] = -1
     recipe = Evaluated(
@@ -45,7 +45,7 @@ def config_of(folder: Path, name: str, fault: str = "", after: int = 0, **settin
 
 
 def test_a_mistake_in_a_metric_ends_the_run_before_the_first_step(tmp_path):
-    config = config_of(tmp_path, "first", "raise")
+    config = run_config(tmp_path, "first", "raise")
     with pytest.raises(RuntimeError, match="ValueError: this rank was told to fail"):
         run_world(2, train, config)
     assert [record["kind"] for record in records(config, "kind")] == ["start"]
@@ -120,8 +120,8 @@ def test_trying_the_evaluation_first_leaves_the_curve_as_it_is(tmp_path, recipe)
 
 
 def test_an_evaluation_that_fails_at_the_end_loses_no_step(tmp_path):
-    config = config_of(tmp_path, "late", "raise", after=5, steps=5)
-    whole = config_of(tmp_path, "whole", steps=5)
+    config = run_config(tmp_path, "late", "raise", after=5, steps=5)
+    whole = run_config(tmp_path, "whole", steps=5)
     with pytest.raises(ValueError, match="told to fail"):
         train(config)
     assert status(config)["outcome"] == "failed"
@@ -139,7 +139,7 @@ def train_on_a_slow_disk(config: Config) -> int:
 
 @pytest.mark.slow
 def test_the_last_save_is_on_the_disk_before_the_last_evaluation(tmp_path):
-    config = config_of(tmp_path, "killed", "leave", after=4, steps=4)
+    config = run_config(tmp_path, "killed", "leave", after=4, steps=4)
     with pytest.raises(RuntimeError):
         run_world(1, train_on_a_slow_disk, config)
     assert [folder.name for folder in checkpoints(config.folder)] == ["step_00000004"]
@@ -154,8 +154,8 @@ JUDGED = {  # a run whose last evaluations are its best
 
 @pytest.mark.parametrize("fault_after", [pytest.param(4, marks=pytest.mark.slow), 8])
 def test_killed_in_an_evaluation_the_next_start_does_it_first(tmp_path, fault_after):
-    killed = config_of(tmp_path, "killed", "leave", fault_after, **JUDGED)
-    whole = config_of(tmp_path, "whole", **JUDGED)
+    killed = run_config(tmp_path, "killed", "leave", fault_after, **JUDGED)
+    whole = run_config(tmp_path, "whole", **JUDGED)
     with pytest.raises(RuntimeError):
         run_world(2, train, killed)
     assert status(killed)["outcome"] in ("running", "failed")
@@ -176,7 +176,7 @@ def test_killed_in_an_evaluation_the_next_start_does_it_first(tmp_path, fault_af
 
 @pytest.mark.slow
 def test_a_kill_between_record_and_checkpoint_leaves_one_record(tmp_path):
-    config = config_of(tmp_path, "run", steps=4)
+    config = run_config(tmp_path, "run", steps=4)
     assert train(config) == 0
     before = [(r["kind"], r["step"]) for r in records(config, "kind")]
     assert before[-2:] == [("checkpoint", 4), ("evaluation", 4)]
@@ -201,7 +201,7 @@ def test_a_learning_rate_that_follows_results_is_the_same_over_a_kill(tmp_path, 
         "optim__schedule": "plateau", "optim__plateau_patience": 2, "optim__plateau_factor": 0.5,
         "optim__warmup_steps": 0, "telemetry__every_steps": 1,
     }  # fmt: skip
-    config = config_of(tmp_path, "killed", "leave", **settings)
+    config = run_config(tmp_path, "killed", "leave", **settings)
     with pytest.raises(RuntimeError):
         run_world(1, train, change(config, recipe__fault_in=fault_in, recipe__fault_at=fault_at))
     assert values(config, "learning_rate")[:6] == [1e-9] * 6
@@ -217,7 +217,7 @@ def test_patience_sees_the_evaluation_that_a_kill_undid(tmp_path):
         "optim__lr": 1e-9,  # nothing gets better
         "telemetry__every_steps": 5,
     }  # fmt: skip
-    config = config_of(tmp_path, "killed", "leave", after=4, **settings)
+    config = run_config(tmp_path, "killed", "leave", after=4, **settings)
     with pytest.raises(RuntimeError):
         run_world(1, train, config)
     config = change(config, recipe__fault="")
@@ -243,13 +243,13 @@ def test_patience_sees_the_evaluation_that_a_kill_undid(tmp_path):
 def test_a_start_from_a_path_that_failed_before_a_save_starts_there_again(
     tmp_path,
 ):
-    first = config_of(tmp_path, "first", steps=4)
+    first = run_config(tmp_path, "first", steps=4)
     assert train(first) == 0
     folder = checkpoints(first.folder)[-1]
     content = read_manifest(folder)
     content["state"]["evaluated_step"] = -1  # as if killed in its evaluation
     (folder / "manifest.json").write_text(manifest_text(content))
-    second = config_of(
+    second = run_config(
         tmp_path, "second", "raise", steps=6, evaluation__every_steps=2, resume=str(folder)
     )
     with pytest.raises(ValueError, match="told to fail"):

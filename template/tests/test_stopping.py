@@ -35,7 +35,7 @@ def errors(config: Config) -> dict[int, str]:
     return texts
 
 
-def first_of(config: Config) -> Failure:
+def root_cause(config: Config) -> Failure:
     """Return the failure that the launcher considers the first."""
     first = first_failure(read_errors(config.folder, read_info(config.folder).launch))
     assert first
@@ -67,7 +67,7 @@ def test_a_process_that_is_gone_is_named_by_those_that_are_left(tmp_path):
     hosts = json.loads((config.folder / "run.json").read_text())["hosts"]
     assert hosts == [HERE, HERE]
     launch = pytest.importorskip("my_project.launching.launch")
-    corrected = launch.as_failed(config.folder, read_status(config.folder), [first_of(config)])
+    corrected = launch.as_failed(config.folder, read_status(config.folder), [root_cause(config)])
     assert f"No report from rank 1 on {HERE}" in corrected.reason
 
 
@@ -81,7 +81,7 @@ def test_an_exception_on_one_rank_is_the_reason_whatever_it_causes(tmp_path):
     assert "Traceback" in reports[1]
     assert "lost contact with another process" in reports[0]
     launch = pytest.importorskip("my_project.launching.launch")
-    failed = launch.as_failed(config.folder, read_status(config.folder), [first_of(config)])
+    failed = launch.as_failed(config.folder, read_status(config.folder), [root_cause(config)])
     assert failed.reason == f"rank 1 on {HERE}, step 3: ValueError: this rank was told to fail"
     noted = failed.failure
     assert noted

@@ -6,7 +6,7 @@ import pytest
 import ragged
 from ragged import Ragged
 from runs import make_config, train
-from test_stopping import HERE, errors, fails, first_of, with_fault
+from test_stopping import HERE, errors, fails, root_cause, with_fault
 from world import run_world
 
 
@@ -26,7 +26,7 @@ def test_a_hang_ends_the_run_and_every_process_says_where_it_is(tmp_path, step, 
     assert "in strike" not in reports[0]
     places = ("sums.wait()", "in backward", "in check_sums")  # where rank 0 waits for rank 1
     assert any(place in reports[0] for place in places)
-    failed = first_of(config)
+    failed = root_cause(config)
     assert failed.at
     assert (failed.rank, failed.cause, failed.at.function) == (1, "stalled", "strike")
     assert failed.idle_seconds >= limit
@@ -44,7 +44,7 @@ def test_an_export_that_hangs_is_blamed_on_the_main_process(tmp_path):
     limits = {"distributed__timeout_seconds": 2, "distributed__startup_timeout_seconds": 4}
     config = make_config(tmp_path, StuckExport(), steps=1, **limits)
     fails(config)
-    failed = first_of(config)
+    failed = root_cause(config)
     assert failed.at
     assert (failed.rank, failed.cause, failed.at.function) == (0, "stalled", "strike")
 

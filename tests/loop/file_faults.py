@@ -113,7 +113,7 @@ int rename(const char *from, const char *to) {
     return NEXT(rename)(from, to);
 }
 
-static const char *kind_of_open(int flags) {
+static const char *open_kind(int flags) {
     if (flags & O_CREAT && flags & O_EXCL) return "open_new";
     return flags & (O_WRONLY | O_RDWR | O_CREAT) ? "open_to_write" : "open_to_read";
 }
@@ -124,7 +124,7 @@ static const char *kind_of_open(int flags) {
         va_start(more, flags);                                  \
         mode_t mode = flags & (O_CREAT | O_TMPFILE) ? va_arg(more, mode_t) : 0; \
         va_end(more);                                           \
-        int number = fault(kind_of_open(flags), path, NULL);    \
+        int number = fault(open_kind(flags), path, NULL);    \
         if (number > 0) { errno = number; return -1; }          \
         return NEXT(name)(path, flags, mode);                   \
     }

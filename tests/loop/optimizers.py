@@ -129,7 +129,7 @@ def train_external(folder: Path, paths: list[str]) -> dict[str, str]:
     return outcomes
 
 
-def config_of(folder: Path, cell: Cell) -> Config:
+def run_config(folder: Path, cell: Cell) -> Config:
     optimizer, weight, _ = cell
     return make_config(
         folder,
@@ -188,7 +188,7 @@ def table(folder: Path, cells: list[Cell]) -> dict[Cell, Outcome]:
     for layout, processes in PROCESSES.items():
         runs = []
         for cell in (cell for cell in cells if cell[2] == layout):
-            config = config_of(folder, cell)
+            config = run_config(folder, cell)
             middle = config.folder / f"checkpoints/step_{MIDDLE:08d}"
             resumed = change(config, run_name=f"{config.run_name} resumed", resume=str(middle))
             runs.append((config, resumed, (free_port(), free_port())))
@@ -204,6 +204,6 @@ def table(folder: Path, cells: list[Cell]) -> dict[Cell, Outcome]:
             elif outcome[0] == "ok" and found.get(alone, outcome)[0] == "ok":
                 is_rounded = (optimizer, layout) == ("Muon", "FSDP2")
                 rounding = BFLOAT16 if is_rounded else ROUNDING
-                if names := differing(config, config_of(folder, alone), rounding):
+                if names := differing(config, run_config(folder, alone), rounding):
                     found[cell] = "another curve", f"in one process: {', '.join(names)}"
     return found

@@ -32,13 +32,13 @@ def come(folder: Path, nodes: int) -> int:
 
 def prepare(folder: Path, nodes: int) -> list[str]:
     """Return which locks this process was the first to hold."""
-    first_of = []
+    firsts = []
     alone = preparing.first_alone
 
     @contextmanager
     def noted(path):
         with alone(path) as is_first:
-            first_of.extend([path.name] * is_first)
+            firsts.extend([path.name] * is_first)
             yield is_first
 
     preparing.first_alone = noted
@@ -49,17 +49,17 @@ def prepare(folder: Path, nodes: int) -> list[str]:
             wait_for(folder, "outside_*", 3)
             time.sleep(0.3)
             assert len(list(folder.glob("inside_*"))) == 1, "somebody came in meanwhile"
-        if not first_of:  # where processes take turns, the others cannot come in
+        if not firsts:  # where processes take turns, the others cannot come in
             wait_for(folder, "inside_*", 4)
-    return first_of
+    return firsts
 
 
 @pytest.mark.parametrize("nodes", quick(1, [2, 1]))
 def test_rank_0_prepares_alone_then_one_per_node_then_all_together(tmp_path, nodes):
-    first_of = run_world(4, prepare, tmp_path, nodes)
-    assert first_of[0] == [".prepare_data.host0.lock", ".prepare_data.lock"]
+    firsts = run_world(4, prepare, tmp_path, nodes)
+    assert firsts[0] == [".prepare_data.host0.lock", ".prepare_data.lock"]
     if nodes == 2:
-        of_the_other_node = first_of[2] + first_of[3]
+        of_the_other_node = firsts[2] + firsts[3]
         assert ".prepare_data.host1.lock" in of_the_other_node
 
 

@@ -24,7 +24,7 @@ STEPS = 8
 MICRO_BATCHES = 4  # in each step
 
 
-def config_of(folder, run_name, **recipe) -> Config:
+def run_config(folder, run_name, **recipe) -> Config:
     book = folder / f"book_{run_name}"
     book.mkdir(exist_ok=True)
     return make_config(
@@ -96,7 +96,7 @@ def whole(tmp_path_factory) -> dict[str, Config]:
     """Runs with a checkpoint of each step, by what their lanes return."""
     folder, configs = tmp_path_factory.mktemp("whole"), {}
     for state in ("", "saved"):
-        config = config_of(folder, f"whole_{state}", state=state)
+        config = run_config(folder, f"whole_{state}", state=state)
         configs[state] = change(config, checkpoints__every_steps=1, checkpoints__keep=STEPS)
         assert train(configs[state]) == 0
     return configs
@@ -114,7 +114,7 @@ def test_the_same_curve_for_any_split_and_any_workers(tmp_path, whole, splits):
     own[3] = [[0, 1, 6, 7], [2, 3], [4, 5]]
     for processes, workers in splits:
         name = f"{processes}_{workers}"
-        config = change(config_of(tmp_path, name, state="saved"), batches__workers=workers)
+        config = change(run_config(tmp_path, name, state="saved"), batches__workers=workers)
         assert run_world(processes, train, config) == [0] * processes
         assert seen(config, processes) == dict(enumerate(wanted))
         assert [record["loss"] for record in records(config)] == pytest.approx(losses, rel=1e-5)
@@ -154,7 +154,7 @@ def test_a_resumed_stream_goes_on_where_it_stopped_at_any_step(
     for stop in stops:
         states = states_of(first, stop) if before else []
         assert str(saved_states(first, stop)) == str(states), "in their order"
-        config = goes_on(config_of(tmp_path, f"from_{stop}", state=after), first, stop)
+        config = goes_on(run_config(tmp_path, f"from_{stop}", state=after), first, stop)
         assert train(config) == 0
         wanted = {k: samples for k, samples in seen(first, 1).items() if k >= stop}
         assert seen(config, 1) == wanted, f"stopped after {stop} steps"
@@ -168,7 +168,7 @@ def test_a_resumed_stream_goes_on_where_it_stopped_at_any_step(
 @pytest.mark.parametrize("workers", quick(1, [0, 2]))
 def test_a_lane_that_gives_no_state_is_read_from_its_beginning(tmp_path, whole, workers):
     """In place of the position that it gave some steps before."""
-    config = config_of(tmp_path, "forgets", state="forgets")
+    config = run_config(tmp_path, "forgets", state="forgets")
     every = {"checkpoints__every_steps": 1, "checkpoints__keep": STEPS}
     config = change(config, batches__workers=workers, **every)
     assert train(config) == 0
@@ -176,7 +176,7 @@ def test_a_lane_that_gives_no_state_is_read_from_its_beginning(tmp_path, whole, 
     wanted = [states_of(config, step) if step in (1, 2, 3, 6) else [] for step in range(1, 9)]
     assert str(states) == str(wanted)
     for step in (5, 6):
-        resumed = goes_on(config_of(tmp_path, f"from_{step}", state="forgets"), config, step)
+        resumed = goes_on(run_config(tmp_path, f"from_{step}", state="forgets"), config, step)
         assert train(change(resumed, batches__workers=workers)) == 0
         assert seen(resumed, 1) == {k: v for k, v in seen(whole[""], 1).items() if k >= step}
         assert_same_weights(resumed, config)
@@ -185,11 +185,11 @@ def test_a_lane_that_gives_no_state_is_read_from_its_beginning(tmp_path, whole, 
 @pytest.mark.slow
 def test_a_resumed_stream_goes_on_with_another_number_of_processes(tmp_path, whole):
     for before, after, workers in ((4, 2, 1), (1, 2, 0), (3, 2, 0)):
-        config = config_of(tmp_path, f"from_{before}", state="saved")
+        config = run_config(tmp_path, f"from_{before}", state="saved")
         config = change(config, steps=5, batches__workers=workers)
         assert run_world(before, train, config) == [0] * before
         assert saved_states(config, 5) == states_of(config, 5), "of all ranks"
-        longer = goes_on(config_of(tmp_path, f"to_{before}", state="saved"), config, 5)
+        longer = goes_on(run_config(tmp_path, f"to_{before}", state="saved"), config, 5)
         longer = change(longer, batches__workers=workers)
         assert run_world(after, train, longer) == [0] * after
         assert seen(longer, after) == {k: v for k, v in seen(whole[""], 1).items() if k >= 5}
@@ -200,7 +200,7 @@ def test_a_resumed_stream_goes_on_with_another_number_of_processes(tmp_path, who
 
 
 def test_a_checkpoint_of_other_lanes_does_not_give_a_run_their_states(tmp_path, whole):
-    other = goes_on(config_of(tmp_path, "other", state="saved", lanes=4), whole["saved"], 2)
+    other = goes_on(run_config(tmp_path, "other", state="saved", lanes=4), whole["saved"], 2)
     assert train(other) == 0
     assert first_read(other, 0) == dict.fromkeys(range(4), 0)
     wanted = {k: samples for k, samples in enumerate(expected(other)) if k >= 2}
@@ -220,14 +220,14 @@ def test_a_checkpoint_of_other_lanes_does_not_give_a_run_their_states(tmp_path, 
 )
 def test_a_state_that_a_checkpoint_cannot_hold_is_refused(tmp_path, state, sentence):
     with pytest.raises((TypeError, ValueError, RecursionError), match=sentence) as raised:
-        train(config_of(tmp_path, "one", state=state))
+        train(run_config(tmp_path, "one", state=state))
     assert raised.value.__notes__ == ["This was lane 0 of the stream."]
 
 
 @pytest.mark.parametrize("workers", quick(1, [0, 1]))
 def test_an_error_in_a_lane_names_it(tmp_path, workers):
     with pytest.raises(KeyError) as raised:
-        train(change(config_of(tmp_path, "one", state="raises"), batches__workers=workers))
+        train(change(run_config(tmp_path, "one", state="raises"), batches__workers=workers))
     shown = "".join(traceback.format_exception(raised.value))
     assert "This was lane 0 of the stream." in shown
     assert "no such shard" in shown
@@ -235,7 +235,7 @@ def test_an_error_in_a_lane_names_it(tmp_path, workers):
 
 @pytest.mark.parametrize("workers", quick(1, [0, 2]))
 def test_a_lane_that_ends_is_refused(tmp_path, workers):
-    config = change(config_of(tmp_path, "one", ends=1), batches__workers=workers)
+    config = change(run_config(tmp_path, "one", ends=1), batches__workers=workers)
     with pytest.raises(
         ConfigError, match=r"^lane 1 of the stream \(.*\) has ended after 9 samples"
     ):
@@ -253,7 +253,7 @@ def test_a_lane_that_ends_is_refused(tmp_path, workers):
     ],
 )
 def test_what_cannot_be_streamed_is_refused(tmp_path, settings, sentence):
-    config = change(config_of(tmp_path, "one"), **settings)
+    config = change(run_config(tmp_path, "one"), **settings)
     with pytest.raises(ConfigError, match=sentence) as refusal:
         train(config)
     assert refusal.value.exit_code == 2
@@ -303,7 +303,7 @@ def test_a_streams_samples_are_seeded_as_batches_seed_samples_says(
     seeded = []
     seed = np.random.seed
     monkeypatch.setattr(np.random, "seed", lambda number: [seeded.append(number), seed(number)])
-    config = change(config_of(tmp_path, "one"), batches__seed_samples=seed_samples, steps=2)
+    config = change(run_config(tmp_path, "one"), batches__seed_samples=seed_samples, steps=2)
     assert train(config) == 0
     of_samples = {derive_seed(0, "sample", f"0/{lane}", 0) % 2**32 for lane in range(8)}
     assert (of_samples <= {*seeded}) == draws

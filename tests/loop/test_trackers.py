@@ -82,7 +82,7 @@ def stubs(monkeypatch):
     return made
 
 
-def config_of(folder: Any) -> Config:
+def run_config(folder: Any) -> Config:
     names = ["aim", "wandb"]
     return make_config(folder, steps=2, telemetry__trackers=names, evaluation__sanity_check=False)
 
@@ -99,7 +99,7 @@ def test_a_tracker_that_fails_is_named_and_loses_only_its_own_records(
     monkeypatch.setattr(trackers, "START_SECONDS", 30.0 if how != "hang" else 0.3)
     monkeypatch.setattr(trackers, "FINISH_SECONDS", 30.0 if how != "hang" else 0.3)
     stubs["aim"].fails_in, stubs["aim"].how = (where,), how
-    config = config_of(tmp_path)
+    config = run_config(tmp_path)
     assert train(config) == 0
     assert status(config)["outcome"] == "finished"
     assert (config.folder / "export/model.safetensors").is_file()
@@ -120,7 +120,7 @@ def test_a_slow_tracker_loses_records_and_training_does_not_wait(
     monkeypatch.setattr(trackers, "MAX_WAITING", 1)
     monkeypatch.setattr(trackers, "FINISH_SECONDS", 0.3)
     stubs["aim"].fails_in, stubs["aim"].how = ("log",), "hang"
-    config = change(config_of(tmp_path), steps=6, telemetry__trackers=["aim"])
+    config = change(run_config(tmp_path), steps=6, telemetry__trackers=["aim"])
     assert train(config) == 0
     assert "1 records wait for it" in caplog.text
 

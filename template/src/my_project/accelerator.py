@@ -89,12 +89,12 @@ def count_accelerators() -> int:
     return torch.accelerator.device_count() if torch.accelerator.is_available() else 0
 
 
-def check_gpus(needed: int, found: int) -> None:
-    """Refuse an accelerate config for more GPUs than were found."""
-    if found < needed:
+def check_gpus(needed: int, available: int) -> None:
+    """Refuse an accelerate config for more GPUs than torch finds."""
+    if available < needed:
         visible = os.environ.get("CUDA_VISIBLE_DEVICES", "not set")
         raise ConfigError(
-            f"the accelerate config asks for {needed} GPU(s), but torch finds {found}"
+            f"the accelerate config asks for {needed} GPU(s), but torch finds {available}"
             f" (CUDA_VISIBLE_DEVICES={visible}); fix the driver, set --num_processes, or use"
             " accelerate_configs/cpu.yaml or cpu_2_processes.yaml."
         )

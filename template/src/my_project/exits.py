@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from functools import partial
 from inspect import cleandoc
 from pathlib import Path
-from typing import Any, NoReturn, ParamSpec
+from typing import Any, NoReturn
 
 from .config import ConfigError
 from .failures import library_of, report_once, say_error
@@ -108,7 +108,6 @@ def run_on_all_ranks(main: Callable[..., int], *arguments: Any) -> NoReturn:
     raise SystemExit(code)
 
 
-P = ParamSpec("P")
 _TRAINING = threading.Lock()
 
 
@@ -154,10 +153,8 @@ class Warned:
         self.lines = mmap.mmap(-1, 1 << 16)
         logging.setLogRecordFactory(partial(self._note, logging.getLogRecordFactory()))
 
-    def _note(
-        self, make: Callable[P, logging.LogRecord], *arguments: P.args, **options: P.kwargs
-    ) -> logging.LogRecord:
-        record = make(*arguments, **options)
+    def _note(self, make: Callable, *arguments: Any, **options: Any) -> logging.LogRecord:
+        record: logging.LogRecord = make(*arguments, **options)
         with suppress(Exception):  # a message that cannot be formatted, a closed terminal
             is_warning = record.levelno >= logging.WARNING and not _is_from_project(record)
             if is_warning and is_printed(record.name):

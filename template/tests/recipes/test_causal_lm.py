@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from documents import predict_as_typed, train_config_of, train_on_own_data
+from documents import predict_as_typed, train_on_own_data, train_recipe_config
 from runs import assert_same_weights, change, make_config, quick, records, train
 from torch.nn import functional as F
 from world import run_world
@@ -40,7 +40,7 @@ def recipe_of(folder, **settings) -> CausalLM:
     return CausalLM(**options | settings)
 
 
-def config_of(folder, **settings) -> Config:
+def run_config(folder, **settings) -> Config:
     config = make_config(folder, **settings)
     return dataclasses.replace(config, recipe=recipe_of(folder))
 
@@ -127,7 +127,7 @@ def test_rotary_embeddings_depend_on_distance_only():
 
 @pytest.mark.slow
 def test_two_processes_and_a_resumed_run_learn_the_same(tmp_path):
-    one = config_of(tmp_path, run_name="one", batches__global_batch_size=8)
+    one = run_config(tmp_path, run_name="one", batches__global_batch_size=8)
     two = change(one, run_name="two", batches__micro_batch_size=2)
     assert train(one) == 0
     assert run_world(2, train, two) == [0, 0]
@@ -152,7 +152,7 @@ def test_it_memorizes_a_text_and_generates_it(tmp_path):
     (tmp_path / "texts").mkdir()
     for number in range(8):
         (tmp_path / f"texts/{number}.txt").write_text("to be or not to be, " * 30)
-    config = config_of(
+    config = run_config(
         tmp_path, steps=300, batches__global_batch_size=16, optim__lr=0.01,
         telemetry__peak_tflops=1.0, optim__clip_norm=1.0,
     )  # fmt: skip
@@ -379,7 +379,7 @@ def test_loader_workers_read_a_streamed_hugging_face_dataset_once(tmp_path):
 
 @pytest.mark.slow
 def test_the_default_config_trains_on_the_standard_library(tmp_path):
-    losses = train_config_of(
+    losses = train_recipe_config(
         "causal_lm", tmp_path, steps=6, recipe__cache_path=str(tmp_path / "cache")
     )
     # lower: a space is often followed by a space

@@ -7,7 +7,7 @@ from itertools import combinations
 
 import pytest
 import torch
-from documents import predict_as_typed, train_config_of, train_on_own_data
+from documents import predict_as_typed, train_on_own_data, train_recipe_config
 from runs import assert_same_weights, change, make_config, records, train, weights
 from torch.nn import functional as F
 from world import run_world
@@ -40,7 +40,7 @@ def write(folder, count=48, held_out=23):
     return folder
 
 
-def config_of(folder, **settings) -> Config:
+def run_config(folder, **settings) -> Config:
     recipe = Embedding(data="pairs", data_path=str(write(folder / "pairs")), buckets=512, width=16)
     settings = {"batches__global_batch_size": 12, "batches__micro_batch_size": 0} | settings
     return dataclasses.replace(make_config(folder, **settings), recipe=recipe)
@@ -48,7 +48,7 @@ def config_of(folder, **settings) -> Config:
 
 @pytest.mark.slow
 def test_training_is_the_same_for_any_number_of_processes(tmp_path):
-    one = config_of(tmp_path, run_name="one")
+    one = run_config(tmp_path, run_name="one")
     assert train(one) == 0
     expected = records(one)
     for processes in (2, 3):
@@ -66,7 +66,7 @@ def test_training_is_the_same_for_any_number_of_processes(tmp_path):
 
 
 def test_the_loss_equals_the_symmetric_cross_entropy_of_all_pairs(tmp_path):
-    config = config_of(tmp_path)
+    config = run_config(tmp_path)
     recipe = config.recipe
     train_set, _ = recipe.build_datasets({})
     batch = recipe.collate([train_set[i] for i in range(6)])
@@ -119,7 +119,7 @@ def test_a_constant_encoder_has_the_recall_of_chance(value, recall):
 
 def test_it_learns_to_retrieve_resumes_exactly_and_predicts(tmp_path):
     weights_of = pytest.importorskip("my_project.weights")
-    config = config_of(tmp_path, optim__lr=0.02, steps=60, optim__schedule="constant")
+    config = run_config(tmp_path, optim__lr=0.02, steps=60, optim__schedule="constant")
     half = change(config, run_name="half", steps=30)
     assert train(half) == 0
     assert train(change(half, steps=60)) == 0
@@ -166,7 +166,7 @@ def test_the_default_config_trains_on_the_standard_library(tmp_path, monkeypatch
     monkeypatch.setattr(embedding, "standard_library", lambda: pairs)  # it takes seconds
     assert len(pairs) > 1000
     assert not any('"""' in document[:50] for _, document in pairs[:200])
-    losses = train_config_of("embedding", tmp_path, steps=8)
+    losses = train_recipe_config("embedding", tmp_path, steps=8)
     assert losses[-1] < losses[0]
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from documents import blocks, predict_as_typed, text_of, train_config_of, train_on_own_data
+from documents import blocks, predict_as_typed, text_of, train_on_own_data, train_recipe_config
 from runs import EXPORTED, change, make_config, quick, records, train, weights
 from safetensors.torch import load_file, save_file
 from world import run_world
@@ -92,7 +92,7 @@ def recipe_of(folder, **settings) -> Finetune:
     return Finetune(**{"max_length": 32} | options | settings)
 
 
-def config_of(tmp_path, folder, run_name="one", **settings) -> Config:
+def run_config(tmp_path, folder, run_name="one", **settings) -> Config:
     config = make_config(
         tmp_path, run_name=run_name, steps=6, batches__global_batch_size=8, optim__lr=0.01
     )
@@ -157,7 +157,7 @@ def test_a_pair_of_texts_is_tokenized_as_a_pair(folder):
     "settings", [{"lora_rank": 2, "lora_dropout": 0.1}, {}, {"task": "causal_lm"}]
 )
 def test_two_processes_and_a_resumed_run_learn_the_same(tmp_path, folder, settings):
-    one = config_of(tmp_path, folder, **settings)
+    one = run_config(tmp_path, folder, **settings)
     one = change(one, optim__schedule="constant", optim__lr=0.02)
     assert train(one) == 0
     two = change(one, run_name="two")
@@ -192,7 +192,7 @@ def test_transformers_loads_the_export_of_a_full_model(tmp_path, folder, task):
     weights_of = pytest.importorskip("my_project.weights")
     import transformers
 
-    config = config_of(tmp_path, folder, task=task)
+    config = run_config(tmp_path, folder, task=task)
     assert train(config) == 0
     exported, recipe = config.folder / "export", config.recipe
     wanted = logits_of(recipe, trained_model(config))
@@ -225,7 +225,7 @@ def test_lora_exports_the_adapter_or_the_merged_model(tmp_path, folder):
     import transformers
     from peft import AutoPeftModelForSequenceClassification
 
-    config = config_of(tmp_path, folder, lora_rank=2)
+    config = run_config(tmp_path, folder, lora_rank=2)
     before = model_of(config.recipe).state_dict()
     assert train(config) == 0
     exported, recipe = config.folder / "export", config.recipe
@@ -324,7 +324,7 @@ def test_the_export_of_a_sharded_model_equals_that_of_a_whole_one(tmp_path, fold
         "adapter": {"lora_rank": 2},
         "merged": {"lora_rank": 2, "merge_adapter": True},
     }
-    configs = [config_of(tmp_path, folder, name, **value) for name, value in settings.items()]
+    configs = [run_config(tmp_path, folder, name, **value) for name, value in settings.items()]
     for config in configs:
         config.folder.mkdir()
     assert run_world(2, export_sharded, configs) == [[0, 0, 0, 1], [0] * 4]
@@ -361,7 +361,7 @@ def test_the_export_of_a_sharded_model_equals_that_of_a_whole_one(tmp_path, fold
 @pytest.mark.slow
 def test_the_frozen_weights_may_be_bfloat16(tmp_path, folder, monkeypatch):
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
-    config = config_of(tmp_path, folder, lora_rank=2, frozen_dtype="bfloat16")
+    config = run_config(tmp_path, folder, lora_rank=2, frozen_dtype="bfloat16")
     model = model_of(config.recipe)
     kinds = {(p.requires_grad, p.dtype) for p in model.parameters()}
     assert (True, torch.bfloat16) not in kinds
@@ -521,7 +521,7 @@ def test_code_beside_the_weights_is_not_run(tmp_path, folder, monkeypatch):
 
 @pytest.mark.slow
 def test_the_default_config_trains_the_packaged_encoder(tmp_path):
-    train_config_of("finetune", tmp_path, steps=3, recipe__max_length=8)
+    train_recipe_config("finetune", tmp_path, steps=3, recipe__max_length=8)
     rows = finetune.standard_library()
     lacking = set(finetune.MODULES) - {row["label"] for row in rows}
     assert lacking <= {"tkinter"}, "which Debian packs apart"

@@ -5,7 +5,7 @@ import json
 
 import pytest
 import torch
-from documents import predict_as_typed, train_config_of, train_on_own_data
+from documents import predict_as_typed, train_on_own_data, train_recipe_config
 from runs import make_config, records, train
 from world import run_world
 
@@ -16,7 +16,7 @@ from my_project.recipes.segmentation import IGNORE_INDEX, Segmentation
 SMALL = Segmentation(scenes=28, width=4)
 
 
-def config_of(folder, **settings) -> Config:
+def run_config(folder, **settings) -> Config:
     batches = {"batches__global_batch_size": 8, "batches__micro_batch_size": 2}
     settings = batches | {"evaluation__batch_size": 1} | settings
     return dataclasses.replace(make_config(folder, **settings), recipe=SMALL)
@@ -68,7 +68,7 @@ def test_padding_is_ignored_by_loss_and_metrics():
 
 @pytest.mark.slow
 def test_loss_and_iou_are_the_same_on_one_and_two_processes(tmp_path):
-    one, two = (config_of(tmp_path, run_name=name, steps=6) for name in ("one", "two"))
+    one, two = (run_config(tmp_path, run_name=name, steps=6) for name in ("one", "two"))
     assert train(one) == 0
     assert run_world(2, train, two) == [0, 0]
     for ours, theirs in zip(records(two), records(one), strict=True):
@@ -81,7 +81,7 @@ def test_loss_and_iou_are_the_same_on_one_and_two_processes(tmp_path):
 def whole(tmp_path_factory):
     """The config of a finished run."""
     folder = tmp_path_factory.mktemp("runs")
-    config = config_of(folder, run_name="whole", steps=8, optim__schedule="constant")
+    config = run_config(folder, run_name="whole", steps=8, optim__schedule="constant")
     assert train(config) == 0
     return config
 
@@ -131,7 +131,7 @@ def test_a_folder_of_images_and_a_torchvision_model(tmp_path):
         data="folder", data_path=str(tmp_path / "data"), classes=("no", "yes"),
         model="lraspp_mobilenet_v3_large",
     )  # fmt: skip
-    config = dataclasses.replace(config_of(tmp_path, steps=2), recipe=recipe)
+    config = dataclasses.replace(run_config(tmp_path, steps=2), recipe=recipe)
     assert train(config) == 0
     assert "validation/mean_iou" in records(config, "validation/mean_iou")[-1]
 
@@ -151,7 +151,7 @@ def test_a_mask_of_another_size_or_with_an_unknown_class_is_refused(tmp_path):
 
 @pytest.mark.slow
 def test_the_default_config_trains(tmp_path):
-    losses = train_config_of("segmentation", tmp_path, steps=10)
+    losses = train_recipe_config("segmentation", tmp_path, steps=10)
     assert losses[-1] < losses[0]
 
 

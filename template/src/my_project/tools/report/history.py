@@ -150,10 +150,9 @@ def note(history: History, record: Record) -> None:
     """Add a record of any kind but "interval"."""
     kind, values = record.kind, record.values
     if kind == "start":
-        size, hosts = values.get("world_size"), values.get("hosts")
-        names = Counter(map(text, hosts if isinstance(hosts, list) else []))
-        count = size if type(size) is int else 0
-        history.starts.append(Start(record, count, names, record.step))
+        size, hosts = values.get("world_size"), Counter(map(text, record.texts("hosts")))
+        size = size if type(size) is int else 0
+        history.starts.append(Start(record, size, hosts, record.step))
     elif kind == "stop" and history.starts:
         history.starts[-1].end = f"preempted: {text(values.get('reason'))}"
     elif kind == "evaluation":
