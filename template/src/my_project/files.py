@@ -1,6 +1,7 @@
 """Open and write files safely, read JSON and YAML, hash the code, define errors that users can fix.
 
-A file is written under a temporary name, flushed to disk and renamed. This imports no other module.
+A file is written under a temporary name, flushed to disk and renamed. This module imports no other
+module of the project.
 """
 
 import errno
@@ -211,7 +212,7 @@ def temporary_folder() -> Path:
     return folder
 
 
-SOCKET = "/pymp-12345678/listener-12345678"  # as in the folder for temporary files
+SOCKET = "/pymp-12345678/listener-12345678"  # a path below the folder for temporary files
 SOCKET_BYTES = 103 if sys.platform == "darwin" else 107  # the maximum length of its path
 
 

@@ -44,7 +44,7 @@ Version = tuple[str, int, int]  # of a checkpoint's folder, see read_version
 
 
 def follow_run(arguments: argparse.Namespace, output: Any = None) -> int:
-    """Evaluate the checkpoints of a run until it has finished; print each line or its metrics.
+    """Evaluate the checkpoints of a run until it has finished; print each result.
 
     Raises:
         ConfigError: the folder is not a run, or its checkpoints do not fit the model.
@@ -155,7 +155,7 @@ class Evaluations:
     given: str  # a path or a URL
     run: Path
     config: Config
-    done: set[str] = field(default_factory=set)  # Checkpoint.weights of those with a line
+    done: set[str] = field(default_factory=set)  # Checkpoint.weights of evaluated ones
     fetched: set[str] = field(default_factory=set)  # Checkpoint.weights, also of damaged ones
     settled: set[Version] = field(default_factory=set)  # of checkpoints not to be read again
     file: IO[bytes] = field(init=False)  # only on rank 0

@@ -102,7 +102,7 @@ def find_damage(folder: Path, share: slice = slice(None)) -> str:
 
 
 def try_saving(folder: Path) -> None:
-    """Try each operation of a save in a folder, which takes a few milliseconds on a local disk.
+    """Try each operation of a save in a folder; on a local disk, this takes a few milliseconds.
 
     Raises:
         ConfigError: an operation fails, so no save would work.

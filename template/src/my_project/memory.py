@@ -42,8 +42,8 @@ def memory_explained(
 ) -> Iterator[None]:
     """Add advice to an out-of-memory error.
 
-    An out-of-host-memory error gets advice if the CPU trains, unless a loader worker raised it:
-    fewer workers help there, and `loader worker` is a separate cause.
+    An out-of-host-memory error gets advice if training runs on the CPU, unless a loader worker
+    raised the error: fewer workers help there, and `loader worker` is a separate cause.
     """
     first_step, is_on_cpu = run.step, accelerator.device.type == "cpu"
     if is_on_cpu:  # the kernel may kill this process before it can explain anything

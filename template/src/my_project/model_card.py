@@ -26,7 +26,7 @@ IS_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")  # a dataset's
 
 
 def write_model_card(run: Run, model: nn.Module, folder: Path) -> None:
-    """Write README.md into the folder that will become export/, or keep an edited one.
+    """Write README.md into the folder that will become export/, or copy an edited one there.
 
     Args:
         run: the run, whose export/ is still the previous one.

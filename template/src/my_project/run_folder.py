@@ -173,7 +173,7 @@ class Run:
 
     @property
     def is_current(self) -> bool:
-        """Return whether this rank knows of no other launch that has begun this run since."""
+        """Return whether no later launch has begun this run, as far as this rank knows."""
         run_files.refresh(self.folder)
         launch = files.read_json(self.folder / "run.json").get("launch")  # fast: for each record
         return self.token in ("", launch or self.token)
@@ -276,7 +276,7 @@ class Run:
     def check_lock(self) -> None:
         """Refuse to continue if this launch has lost the run folder.
 
-        Either the folder was moved or removed, and the lock with it, or there are no locks and
+        It is lost if the folder was moved or removed with its lock, or if there are no locks and
         another launch has begun the run.
 
         Raises:
@@ -300,7 +300,7 @@ class Run:
             )
 
     def _start_over(self) -> None:
-        """Move what is in the folder aside, except the lock and the logs of this launch.
+        """Move the contents of the folder aside, except the lock and the logs of this launch.
 
         The order ensures that a kill never leaves a partial run that looks whole: first the
         outcome; then the records, which a start without these checkpoints would drop; then what a

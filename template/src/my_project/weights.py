@@ -71,7 +71,7 @@ def load(
 
 
 def load_model(folder: Path, config: Config, data_info: dict[str, Any]) -> nn.Module:
-    """Build the model of an export and load its weights, by the recipe's `load` if it has one.
+    """Build the model of an export and load its weights, with the recipe's `load` if it has one.
 
     Raises:
         ConfigError: the weights are missing, damaged, or do not fit the model; the recipe's `load`
@@ -131,7 +131,8 @@ def is_export(folder: Path) -> bool:
 def config_beside(folder: Path, trusted: Iterable[str] = (), given: Path | None = None) -> Config:
     """Return the config for evaluating an export, or a checkpoint of a run.
 
-    The locks of prepare_data are beside the run, or in this user's temporary folder.
+    The locks of prepare_data are beside the run or, if they cannot be written there, in this user's
+    temporary folder.
 
     Args:
         folder: the export or checkpoint.

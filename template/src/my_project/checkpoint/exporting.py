@@ -43,7 +43,7 @@ def export(
     Args:
         run: the run folder.
         data_info: from the recipe's prepare_data.
-        model: with the EMA swapped in, if there is one.
+        model: the model, with the EMA swapped in if there is one.
         checkpoints: the run's checkpoints.
         name: "export" or "best".
 
@@ -61,7 +61,7 @@ def export(
         weights = {}
 
     def fill(folder: Path) -> None:
-        if not weights:  # `weights` are checked when their shards are written
+        if not weights:  # otherwise, they are checked when their shards are written
             for key, tensor in state.items():
                 require_finite(key, tensor)
         if recipe_export and not needs_whole:

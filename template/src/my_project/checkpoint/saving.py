@@ -58,7 +58,7 @@ from .shards import (
 
 logger = logging.getLogger(__name__)
 NICENESS = 10  # of the saving thread, not of the process: training gets the cores first
-FIRST_SAVES = 3  # if these all fail, the start ends, before it loses more steps
+FIRST_SAVES = 3  # if this many first saves of a start fail, it ends before it loses more steps
 END_SECONDS = 20  # how long to wait for other ranks once a save has failed or a rank is gone
 
 Read = Callable[[str], Tensor]  # reads a tensor by its name
@@ -341,7 +341,7 @@ class Checkpoints:
                 raise OSError(f"all {FIRST_SAVES} saves of this start have failed: {self.note}")
 
     def check(self, *kinds: str) -> None:
-        """Raise the error of the last job of any of these kinds, if it failed. For a run's end."""
+        """Raise the error if the last job of one of these kinds failed. Called as a run ends."""
         for kind in kinds:
             if failure := self.failures.get(kind):
                 raise failure

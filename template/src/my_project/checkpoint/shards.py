@@ -95,7 +95,7 @@ def save_tensors(
             they may be sharded, or on the meta device.
         path: the file.
         values: the values of these tensors, in the same order.
-        metadata: the file's, such as the aliases of tied weights: {alias: name of the tensor}.
+        metadata: the file's metadata, such as the aliases of tied weights: {alias: tensor name}.
 
     Returns:
         The SHA-256 of the file.
@@ -131,10 +131,10 @@ def save_tensors(
 
 
 def require_finite(name: str, tensor: Tensor) -> Tensor:
-    """Return a tensor unchanged; refuse NaN and infinity, with which nothing trains or predicts.
+    """Return a tensor unchanged; refuse one that contains NaN or infinity.
 
-    Only its minimum and maximum are tested: they are not finite if any value is not, and isfinite
-    on all values would need a copy.
+    A run could neither continue nor predict with it. Only the minimum and maximum are tested: they
+    are not finite if any value is not, and isfinite on all values would need a copy.
     """
     values = tensor.float() if tensor.itemsize == 1 else tensor  # aminmax does not take float8
     is_checked = tensor.is_floating_point() and tensor.numel()
@@ -155,7 +155,7 @@ def in_file_order(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 
 @functools.cache
 def _dtype_name(dtype: torch.dtype) -> str:
-    """Return the name of a dtype in the safetensors format, from safetensors' own writer."""
+    """Return the name of a dtype in the safetensors format, as safetensors itself writes it."""
     header: dict[str, Any] = {"": {"shape": []}}
     with suppress(KeyError, SafetensorError):
         header = json.loads(save({"": torch.empty(1, dtype=dtype)})[8 : -dtype.itemsize])

@@ -73,7 +73,10 @@ class BatchLayout:
 
 
 def max_processes(config: BatchesConfig) -> int:
-    """Return the maximum number of processes: one per micro-batch; without its size, per sample."""
+    """Return the maximum number of processes: one per micro-batch.
+
+    Without `micro_batch_size`, a micro-batch can be a single sample.
+    """
     return -(-config.global_batch_size // (config.micro_batch_size or 1))
 
 

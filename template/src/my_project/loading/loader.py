@@ -137,7 +137,10 @@ def tell_epoch(data: Any, epoch: int, seed: int) -> None:
 
 
 def is_tensor_dataset(data: Any) -> bool:
-    """Return whether this is exactly a TensorDataset or a Subset of one; subclasses may draw."""
+    """Return whether this is exactly a TensorDataset or a Subset of one.
+
+    A subclass is not, since it may draw random numbers.
+    """
     while type(data) is Subset:
         data = data.dataset
     return type(data) is TensorDataset and all(t.layout is torch.strided for t in data.tensors)

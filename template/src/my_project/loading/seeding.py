@@ -175,7 +175,7 @@ class SampleSeeds:
         return [index for _, index in keys]
 
     def missed_a_draw(self) -> bool:
-        """Return whether a generator was used that was not seeded for each sample."""
+        """Return whether samples drew from a generator that was not seeded for each sample."""
         if self.mode != "auto":
             return False
         missed = random.random() != FROM_KNOWN_SEED

@@ -158,7 +158,7 @@ class StreamBatches:
     def stream_states(self) -> list[Any]:
         """Return the states of all lanes after the last step, on rank 0. Called by every rank.
 
-        The list is empty if the lanes have no state, and on all ranks except 0, which saves it.
+        The list is empty if the lanes have no state, and on all ranks except 0, which saves them.
         """
         states: dict[int, Any] = {}
         for rank_states in gather_on_main(self.accelerator, self.states):

@@ -149,7 +149,7 @@ def _has_ended_since(store: Store, folder: Path) -> bool:
 
 
 def _find_difference(hashes: dict[str, str], folder: Path) -> str:
-    """Return which file of a folder does not have its hash, of these hashes by name; "" if none."""
+    """Return what is wrong with a folder whose files must have these hashes; "" if nothing is."""
     for file, digest in hashes.items():
         if not (folder / file).is_file() or sha256_of(folder / file) != digest:
             return f"{file} is missing or damaged"

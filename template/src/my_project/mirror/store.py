@@ -2,7 +2,7 @@
 
     <checkpoints.mirror>/<run_name>/
       checkpoints/step_00000100/   as in the run folder; its manifest.json is uploaded last
-      best/, export/               best.json and export.json list their files, and come last
+      best/, export/               best.json and export.json list their files; uploaded last
       metrics/                     metrics.jsonl in parts: a save uploads what is new
       config.yaml, run.json, status.json, starts.jsonl, starts/
 
@@ -118,7 +118,7 @@ class Store:
 
         Raises:
             FileNotFoundError: there is no such local file.
-            OSError: it cannot be written, or has a different size afterwards.
+            OSError: it cannot be written, or has a different size afterward.
         """
         target = f"{self.root}/{name}"
         at = f"{target}{PARTIAL}" if self.is_local else target  # other stores replace atomically
@@ -223,7 +223,7 @@ def parts_among(names: list[str]) -> list[Part]:
 def chain(parts: list[Part]) -> list[Part]:
     """Return the parts that make up the newest metrics.jsonl of a mirror, in order.
 
-    Replaced parts, and those that an interrupted upload has left, are not among them.
+    Replaced parts and leftovers of interrupted uploads are not among them.
     """
     result: list[Part] = []
     for part in sorted(parts, key=lambda part: part.number, reverse=True):

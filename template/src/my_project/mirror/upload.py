@@ -51,7 +51,7 @@ TRIES = 4  # for the last upload of a run
 
 
 def start_mirror(accelerator: Accelerator, saving: Checkpoints) -> None:
-    """Upload the saves of a run from now on, if it has a mirror. Called by every rank.
+    """If the run has a mirror, upload its saves from now on. Called by every rank.
 
     Raises:
         ConfigError: nothing can be written there.
@@ -66,11 +66,11 @@ def start_mirror(accelerator: Accelerator, saving: Checkpoints) -> None:
 
 
 def finish_mirror(accelerator: Accelerator, saving: Checkpoints, *, is_stop: bool) -> None:
-    """Wait until the mirror contains the end of a run. Called by every rank.
+    """Wait until the mirror contains the final state of a run. Called by every rank.
 
     Args:
         accelerator: this process's Accelerator.
-        saving: saves the run.
+        saving: the run's Checkpoints.
         is_stop: whether the run was asked to stop; it then waits for mirror_seconds at most.
 
     Raises:
@@ -148,7 +148,7 @@ class Mirror:
             return self._changed.wait_for(lambda: self._done == self._requested, seconds)
 
     def has_finished(self, deadline: float) -> bool:
-        """Wait up to WAIT_SECONDS for the upload of the run's end; return whether the wait is over.
+        """Wait up to WAIT_SECONDS for the run's last upload; return whether the wait is over.
 
         Args:
             deadline: the time.monotonic() until which to wait in all; if it is math.inf, a failure
@@ -206,7 +206,7 @@ class Mirror:
         for path in sorted(own, key=lambda path: path.suffix != ".safetensors"):
             self.store.write(f"{PARTS}/{temporary.name}/{path.name}", path)
             path.unlink()
-        with suppress(OSError):  # other ranks of this node write there
+        with suppress(OSError):  # it is not empty while other ranks of this node write there
             temporary.rmdir()
 
     def collect_parts(self, temporary: Path) -> None:
@@ -356,7 +356,7 @@ class Mirror:
     def _rotate(self, names: list[str], state: dict[str, Any], newest: int) -> None:
         """Remove checkpoints that need not be kept, the manifest of each first.
 
-        This includes partly uploaded checkpoints, which a save removed during the upload.
+        This includes partial uploads of checkpoints that a save removed during the upload.
         """
         # an older launch may have uploaded a newer checkpoint, which does not count
         steps = {newest, *(step for step in complete_steps(names) if step < newest)}
