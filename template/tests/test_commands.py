@@ -159,7 +159,7 @@ def test_data_that_is_not_that_of_the_training_is_a_warning(shown, tmp_path, cap
     export = shutil.copytree(shown / "export", tmp_path / "export")
     (export / "data_info.json").write_text(json.dumps({"features": 6, "classes": ["other"]}))
     run_here(export)
-    assert "warning: this is not the data of the training" in capsys.readouterr().err
+    assert "warning: the weights were trained on other data" in capsys.readouterr().err
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -141,17 +141,17 @@ def test_one_removed_while_it_is_read_costs_no_other_and_no_warning(run, monkeyp
     )
     assert follow_folder(run.folder) == 0
     assert [line["step"] for line in lines(run)] == [2, 6]
-    assert "passed over" not in caplog.text
+    assert "is skipped" not in caplog.text
 
 
-def test_a_damaged_checkpoint_is_named_and_passed_over(run, caplog):
+def test_a_damaged_checkpoint_is_named_and_skipped(run, caplog):
     path = checkpoints(run.folder)[1] / "model.safetensors"
     content = bytearray(path.read_bytes())
     content[-3] ^= 64
     path.write_bytes(content)
     assert follow_folder(run.folder) == 0
     assert [line["step"] for line in lines(run)] == [2, 6]
-    assert caplog.text.count("step_00000004 is passed over: model.safetensors is damaged") == 1
+    assert caplog.text.count("step_00000004 is skipped: model.safetensors is damaged") == 1
 
 
 def test_each_checkpoint_of_a_mirror_is_evaluated_one_copy_at_a_time(run, tmp_path, monkeypatch):

@@ -1,7 +1,7 @@
 """The commands on the weights of a run: evaluate, predict, export.
 
-Code in an untrusted folder of weights is never run (safety/trust.py). What needs torch is imported
-when it is used, so that --help and a wrong path answer immediately.
+Code in an untrusted folder of weights is never run (safety/trust.py). Modules that import torch are
+imported when they are used, so --help and the error for a wrong path appear immediately.
 """
 
 import argparse
@@ -38,14 +38,14 @@ def evaluate(words: list[str]) -> None:
     accelerate launch --config_file accelerate_configs/multi_gpu.yaml \
         -m my_project evaluate runs/image_classification
 
-    The last command evaluates on several processes. A run folder means its best/; without it, its
-    export/; without both, its newest checkpoint.
+    The last command evaluates on several processes. For a run folder, its best/ is evaluated; if
+    there is none, its export/; if there is neither, its newest checkpoint.
     """
     parser = make_parser(evaluate.__doc__, "evaluate")
     parser.add_argument("folder", help="a run folder, an export or a checkpoint")
     _add_trust(parser)
     parser.add_argument("--json", action="store_true", help="print one line of JSON")
-    parser.add_argument("--follow", action="store_true", help="each checkpoint as it appears")
+    parser.add_argument("--follow", action="store_true", help="evaluate checkpoints as they appear")
     arguments = parser.parse_args(words)
     LAUNCHER.watch()  # before torch is imported
     output = sys.stdout
@@ -59,7 +59,7 @@ def evaluate(words: list[str]) -> None:
 
 
 def print_evaluation(arguments: argparse.Namespace, output: TextIO | None = None) -> int:
-    """Evaluate and print the metrics, a line each or, with --json, as JSON.
+    """Evaluate and print the metrics, one per line, or as JSON with --json.
 
     The weights are those that training evaluates: a checkpoint's EMA, if it has one.
     """
@@ -124,7 +124,7 @@ def prepared_model(
 
 
 def say_results(folder: Path, results: dict[str, float]) -> None:
-    """Print the results of an evaluation below the folder of the weights, a line each."""
+    """Print the folder of the weights and, below it, the results of an evaluation, one per line."""
     say(folder)
     width = max(map(len, results), default=0)
     for name, value in results.items():
@@ -138,9 +138,9 @@ def predict(words: list[str]) -> None:
     python -m my_project predict runs/image_classification
     python -m my_project predict runs/image_classification digit.png
 
-    The first command answers for 16 validation samples, the second predicts from a file (some
-    recipes: from a text) and reads no validation data. Neither needs accelerate.
-    A run folder means its best/, or its export/ if there is no best/.
+    The first command answers for 16 validation samples; the second predicts from a file (in some
+    recipes, from a text) and reads no validation data. Neither needs accelerate.
+    For a run folder, its best/ is used, or its export/ if there is no best/.
     """
     run(print_prediction, parse_predict(words))
 
@@ -193,7 +193,7 @@ def validation_sets(config: Config) -> tuple[DataInfo, Datasets]:
 
 
 def show_samples(arguments: argparse.Namespace, weights: Path) -> None:
-    """Print and write what the recipe answers for validation samples."""
+    """Print and write the recipe's answers for validation samples."""
     import torch
     from torch.utils.data import Subset
 
@@ -210,8 +210,8 @@ def show_samples(arguments: argparse.Namespace, weights: Path) -> None:
     samples = Subset(data, evenly_spaced(data, NUM_SAMPLES))
     if data_info != exported:
         say(
-            "warning: this is not the data of the training: prepare_data does not return what"
-            f" {weights}/data_info.json holds",
+            "warning: the weights were trained on other data: prepare_data does not return the"
+            f" content of {weights}/data_info.json",
             to=sys.stderr,
         )
     folder = Path(run_folder(str(weights)))
@@ -223,7 +223,7 @@ def show_samples(arguments: argparse.Namespace, weights: Path) -> None:
         with torch.no_grad():
             say(rendered(show(model, exported, samples, Path(temporary)) or ""))
         for path in sorted(Path(temporary).iterdir()):
-            # a link of that name, which may be untrusted, is replaced and not followed
+            # an existing link of that name, which may be untrusted, is replaced, not followed
             os.replace(path, folder / path.name)
             say(folder / path.name)
 
@@ -252,7 +252,7 @@ def export(words: list[str]) -> None:
 def write_one_file(arguments: argparse.Namespace) -> int:
     """Write the weights of a checkpoint or an export, in any number of files, into one file.
 
-    One tensor at a time is in memory. The file gets its name when it is complete.
+    Only one tensor at a time is in memory. The file gets its final name when it is complete.
     """
     from .checkpoint.resuming import refuse_damaged
     from .checkpoint.shards import TensorReader, in_file_order, save_tensors

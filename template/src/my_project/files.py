@@ -1,6 +1,7 @@
-"""Open and write files safely, read JSON and YAML, hash the code; errors that a user can fix.
+"""Open and write files safely, read JSON and YAML, hash the code, define errors that users can fix.
 
-A file is written under a temporary name, flushed to disk and renamed. Imports no other module.
+A file is written under a temporary name, flushed to disk and renamed. This module imports no other
+module of the project.
 """
 
 import errno
@@ -38,14 +39,14 @@ class FormatError(ConfigError):
 
 
 class TransientError(ConfigError):
-    """An error that may go away without a change, so that a scheduler tries again."""
+    """An error that may go away without a change, so a scheduler tries again."""
 
     exit_code = 1
 
 
 # ---- untrusted files -----------------------------------------------------------------------------
 MAX_BYTES = 1 << 28  # of a file that is read whole
-MAX_YAML_BYTES = 1 << 22  # read in about a second
+MAX_YAML_BYTES = 1 << 22  # parsed in about a second
 MAX_LINE_BYTES = 1 << 24
 
 
@@ -59,10 +60,10 @@ def open_own(
     may the folders in it.
 
     Args:
-        path: of the file.
-        mode: of `open`.
-        follow: follow a link; for an export, since the Hub's cache consists of links.
-        buffering: of `open`.
+        path: the file.
+        mode: a binary mode of `open`.
+        follow: whether to follow a link; for an export, since the Hub's cache consists of links.
+        buffering: as for `open`.
 
     Raises:
         OSError: it is not a regular file.
@@ -100,12 +101,12 @@ def read_own(path: Path | str, *, follow: bool = False, most: int = MAX_BYTES) -
 def write_atomically(path: Path, text: str) -> None:
     """Replace a file atomically: a reader sees either the old text or the new."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    temporary.unlink(missing_ok=True)  # from a process with the same ID, or an untrusted link
+    temporary.unlink(missing_ok=True)  # left by a process with the same ID, or an untrusted link
     try:
         with temporary.open("x", encoding="utf-8") as file:
             file.write(text)
             file.flush()
-            os.fsync(file.fileno())  # else a power failure can leave an empty file
+            os.fsync(file.fileno())  # otherwise a power failure can leave an empty file
         os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
@@ -124,12 +125,12 @@ hints_of_fields = cache(get_type_hints)  # 0.1 ms for each class
 
 
 def from_object(kind: type[T], content: Json, *, is_strict: bool = True) -> T:
-    """Return a dataclass with the fields that a JSON object has; unknown ones are left out.
+    """Return a dataclass filled from a JSON object; unknown fields of the object are ignored.
 
     Args:
         kind: the dataclass.
         content: the object, which may be damaged or untrusted.
-        is_strict: refuse a field of a different type; otherwise it gets its default.
+        is_strict: whether to refuse a field of a wrong type; otherwise it gets its default.
 
     Raises:
         TypeError: it is not an object, or lacks a field that has no default.
@@ -146,10 +147,10 @@ def from_object(kind: type[T], content: Json, *, is_strict: bool = True) -> T:
 
 
 def convert(value: Json, hint: Any) -> Any:
-    """Return a value of a JSON file as a type: a list as a tuple, an object as a dataclass.
+    """Convert a value of a JSON file to a type: a list to a tuple, an object to a dataclass.
 
     Raises:
-        TypeError: it has a different type.
+        TypeError: the value does not fit the type.
     """
     kind, parts = get_origin(hint) or hint, get_args(hint)
     if kind is UnionType:
@@ -193,7 +194,7 @@ def wait_until(condition: Callable[[], bool], seconds: float, poll_seconds: floa
 
 @contextmanager
 def writing(folder: Path, consequence: str = "") -> Iterator[None]:
-    """Turn an OSError of a write (read-only, full, not a folder) into a ConfigError."""
+    """Turn an OSError of a write (folder read-only, disk full) into a ConfigError."""
     try:
         yield
     except OSError as error:
@@ -207,13 +208,13 @@ def temporary_folder() -> Path:
     """Create and return a temporary folder that only this user can write to."""
     folder = Path(tempfile.gettempdir(), f"{__name__.partition('.')[0]}-{os.getuid()}")
     folder.mkdir(mode=0o700, exist_ok=True)
-    if folder.lstat().st_uid != os.getuid():  # of a link itself: not its target's
+    if folder.lstat().st_uid != os.getuid():  # for a link, its own owner, not its target's
         raise ConfigError(f"{folder} belongs to another user; remove it, or set TMPDIR.")
     return folder
 
 
-SOCKET = "/pymp-12345678/listener-12345678"  # in the folder for temporary files
-SOCKET_BYTES = 103 if sys.platform == "darwin" else 107  # the maximum for its path
+SOCKET = "/pymp-12345678/listener-12345678"  # a path below the folder for temporary files
+SOCKET_BYTES = 103 if sys.platform == "darwin" else 107  # the maximum length of its path
 
 
 def check_temporary_folder(*, has_workers: bool) -> None:
@@ -221,10 +222,10 @@ def check_temporary_folder(*, has_workers: bool) -> None:
 
     Args:
         has_workers: whether loader workers will send tensors, for which multiprocessing makes
-            sockets there. If it cannot, they send nothing, and training hangs.
+            sockets there. If it cannot make them, the workers send nothing, and training hangs.
 
     Raises:
-        ConfigError: there is none, or its path is too long.
+        ConfigError: there is no such folder, or its path is too long.
     """
     try:
         folder = tempfile.gettempdir()
@@ -241,15 +242,15 @@ def check_temporary_folder(*, has_workers: bool) -> None:
         )
 
 
-MAX_YAML_ALIASES = 50  # a few lines of ten each can expand to more than memory holds
+MAX_YAML_ALIASES = 50  # a few lines with ten aliases each can expand to more than fits in memory
 
 
 def read_yaml(path: Path, *, follow: bool = True) -> dict[str, Any]:
-    """Read a YAML file of any settings.
+    """Read a YAML file with settings.
 
     Args:
-        path: of the file.
-        follow: follow a link, as in the user's own configs/ (see open_own).
+        path: the file.
+        follow: whether to follow a link, as in the user's own configs/ (see open_own).
 
     Raises:
         ConfigError: the file cannot be read, has too many aliases, or is not a mapping.
@@ -271,7 +272,7 @@ def read_yaml(path: Path, *, follow: bool = True) -> dict[str, Any]:
 
 
 def code_digest(recipe: object) -> str:
-    """Return a hash of the source files of the loop, and of the recipe with what it inherits.
+    """Return a hash of the source files of the loop, the recipe, and the recipe's base classes.
 
     Tools and other recipes are left out, since they may be edited while a run is under way.
     """
@@ -298,7 +299,7 @@ def is_number(value: Json) -> TypeGuard[float]:
 
 
 def flush_to_disk(path: Path) -> None:
-    """Call fsync on a file, or on a folder for its entries, which some file systems cannot do."""
+    """Call fsync on a file, or on a folder (for its entries) if the file system supports that."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

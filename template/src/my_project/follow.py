@@ -1,10 +1,11 @@
 """Evaluate the checkpoints of a run beside its training, as they appear: `evaluate --follow`.
 
-It runs on another GPU, on the CPU, or on a host that sees the run folder. Each evaluation is a line
-of evaluations.jsonl (docs/run-folder.md). Nothing else in the run folder is written, and training
-never waits: the only lock is one on that file, and a checkpoint that training removes while it is
-read is passed over. Checkpoints without a line are evaluated, the oldest first, so the same command
-continues after it was ended. It ends when the run has finished and no checkpoint is left.
+It runs on another GPU, on the CPU, or on another host that sees the run folder. Each evaluation is
+a line of evaluations.jsonl (docs/run-folder.md). Nothing else in the run folder is written, and
+training never waits: the only lock is one on that file, and a checkpoint that training removes
+while it is read is skipped. Checkpoints without a line are evaluated, the oldest first, so the same
+command, run again, continues where it ended. It ends when the run has finished and no checkpoint is
+left.
 """
 
 import argparse
@@ -39,11 +40,11 @@ from .run_files import checkpoints, local_folder, parse_record, read_info, read_
 
 logger = logging.getLogger(__name__)
 POLL_SECONDS = 2.0
-Version = tuple[str, int, int]  # of the folder of a checkpoint
+Version = tuple[str, int, int]  # of a checkpoint's folder, see read_version
 
 
 def follow_run(arguments: argparse.Namespace, output: TextIO | None = None) -> int:
-    """Evaluate the checkpoints of a run until it has finished; print each line or its metrics.
+    """Evaluate the checkpoints of a run until it has finished; print each result.
 
     Raises:
         ConfigError: the folder is not a run, or its checkpoints do not fit the model.
@@ -92,7 +93,7 @@ def read_version(folder: Path) -> Version:
     """Return values that change whenever the folder or its manifest is replaced.
 
     Raises:
-        OSError: it was removed.
+        OSError: the folder was removed.
     """
     stat = folder.stat()
     return folder.name, stat.st_ino, stat.st_mtime_ns
@@ -137,7 +138,7 @@ def load_together(accelerator: Accelerator, checkpoint: Checkpoint, model: nn.Mo
 
     def judge() -> str:
         current, problem = read_checkpoint(checkpoint.folder), next(filter(None, problems), "")
-        if current and current.weights != checkpoint.weights:  # ranks may have read either
+        if current and current.weights != checkpoint.weights:  # ranks may have read different ones
             return "it was saved again"
         if current and problem:
             raise ConfigError(problem)
@@ -154,10 +155,10 @@ class Evaluations:
     given: str  # a path or a URL
     run: Path
     config: Config
-    done: set[str] = field(default_factory=set)  # Checkpoint.weights
+    done: set[str] = field(default_factory=set)  # Checkpoint.weights of evaluated ones
     fetched: set[str] = field(default_factory=set)  # Checkpoint.weights, also of damaged ones
-    settled: set[Version] = field(default_factory=set)  # not to be read again
-    file: IO[bytes] = field(init=False)  # on rank 0
+    settled: set[Version] = field(default_factory=set)  # of checkpoints not to be read again
+    file: IO[bytes] = field(init=False)  # only on rank 0
 
     @property
     def path(self) -> Path:
@@ -167,7 +168,8 @@ class Evaluations:
     def __enter__(self) -> "Evaluations":
         """Lock and read the file, and drop a last line that a kill has cut off.
 
-        It stays open: if `--resume never` moves it aside with its run, that run's lines follow.
+        The file stays open: if `--resume never` moves it and its run aside, lines for that run
+        are still appended to it.
 
         Raises:
             ConfigError: the file cannot be written to.
@@ -205,14 +207,14 @@ class Evaluations:
             TransientError: the run was started over, so its config may differ.
         """
         fetch_next(self.given, self._is_new)  # from a mirror
-        is_here = False
+        is_same_file = False
         with suppress(OSError):
-            is_here = os.path.samefile(self.path, self.file.fileno())
-        if not is_here:
+            is_same_file = os.path.samefile(self.path, self.file.fileno())
+        if not is_same_file:
             raise TransientError(
                 f"{self.run} was moved, removed or started over: follow the run that is there now."
             )
-        # before the checkpoints, since the last one is saved before the run has finished
+        # read before the checkpoints, since the last one is saved before the run has finished
         is_finished = read_status(self.run).outcome == "finished"
         for folder in checkpoints(self.run):
             with suppress(OSError):  # it was removed
@@ -225,7 +227,7 @@ class Evaluations:
         return None, is_finished
 
     def _is_new(self, hashes: dict[str, str]) -> bool:
-        """Return whether a checkpoint was neither evaluated nor asked for before."""
+        """Return whether a checkpoint was neither evaluated nor passed to this method before."""
         is_new = (digest := digest_files(hashes)) not in self.done | self.fetched
         self.fetched.add(digest)
         return is_new
@@ -233,7 +235,7 @@ class Evaluations:
     def note(
         self, checkpoint: Checkpoint, problem: str, values: dict[str, float], seconds: float
     ) -> str:
-        """Append a line in one write and return it; pass over a checkpoint with a problem: "".
+        """Append a line in one write and return it; for a checkpoint with a problem, return "".
 
         Raises:
             TransientError: the line could not be written.
@@ -241,7 +243,7 @@ class Evaluations:
         if problem:
             self.settled.add(checkpoint.version)
             if read_checkpoint(checkpoint.folder) == checkpoint:  # training has not removed it
-                logger.warning("%s is passed over: %s.", checkpoint.folder, problem)
+                logger.warning("%s is skipped: %s.", checkpoint.folder, problem)
             return ""
         record: dict[str, Json] = {"kind": "evaluation", "step": checkpoint.step}
         samples = read_info(self.run).lengths.get("the training set", 0)  # 0 for a stream

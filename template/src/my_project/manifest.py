@@ -1,7 +1,7 @@
-"""A checkpoint is complete or not there: manifests, hashes, atomic folders.
+"""Ensure that a checkpoint is complete or absent: manifests, hashes, atomic replacement of folders.
 
 A folder is written under a temporary name, flushed to disk, given a manifest with the hash of each
-file, and renamed: a folder under its final name is complete, and damage is detected.
+file, and renamed. So a folder under its final name is complete, and damage is detected.
 """
 
 import hashlib
@@ -25,7 +25,7 @@ from .files import (
 )
 from .run_files import checkpoint_step
 
-FORMAT = 1  # of a checkpoint
+FORMAT = 1  # of checkpoints
 HASHING_THREADS = 4
 
 
@@ -34,10 +34,10 @@ class Manifest(TypedDict):
 
     format: int
     step: int
-    files: dict[str, str]  # the SHA-256 of each by its name
+    files: dict[str, str]  # the SHA-256 of each file by name
     resumed_from: str | None  # the --resume path at which the run began
     state: dict[str, Any]  # what the checkpoint holds besides tensors
-    provenance: NotRequired[dict[str, Json]]  # where it comes from
+    provenance: NotRequired[dict[str, Json]]  # where the checkpoint comes from
 
 
 def manifest_text(content: Manifest) -> str:
@@ -51,7 +51,7 @@ def read_manifest(folder: Path) -> Manifest:
 
     Raises:
         ValueError: the manifest is missing or damaged.
-        FormatError: it is of another format.
+        FormatError: it has a different format.
         OSError: it cannot be read.
     """
     path = folder / "manifest.json"
@@ -81,7 +81,7 @@ def read_manifest(folder: Path) -> Manifest:
 
 
 def find_damage(folder: Path, share: slice = slice(None)) -> str:
-    """Return what is wrong with a checkpoint; "" if it is intact. A core hashes a GB per second.
+    """Return what is wrong with a checkpoint; "" if it is intact. One core hashes 1 GB per second.
 
     Args:
         folder: the checkpoint.
@@ -103,7 +103,7 @@ def find_damage(folder: Path, share: slice = slice(None)) -> str:
 
 
 def try_saving(folder: Path) -> None:
-    """Try in a folder all that a save does there; takes a few milliseconds on a local disk.
+    """Try each operation of a save in a folder; on a local disk, this takes a few milliseconds.
 
     Raises:
         ConfigError: an operation fails, so no save would work.
@@ -125,18 +125,18 @@ def try_saving(folder: Path) -> None:
 
 
 def complete(temporary: Path, folder: Path, manifest: Manifest) -> None:
-    """Give a checkpoint whose files are on disk its manifest, and then its name."""
+    """Write the manifest of a checkpoint whose files are on disk, then give it its final name."""
     write_atomically(temporary / "manifest.json", manifest_text(manifest))
     put_in_place(temporary, folder)
 
 
 def put_in_place(temporary: Path, folder: Path) -> None:
-    """Flush a folder whose files are on disk, and put it in place of the previous one."""
+    """Flush a folder whose files are on disk, and replace the previous folder with it."""
     flush_to_disk(temporary)
-    # an unused name: on NFS a removed file that is still open stays, and so does its folder
+    # an unused name, as an older folder may remain: NFS keeps removed files that are still open
     before = unused_name(folder.with_name(f".{folder.name}"), "before")
     if folder.is_symlink() or folder.is_file():
-        os.replace(folder, unused_name(folder))  # not made by a run
+        os.replace(folder, unused_name(folder))  # it was not made by a run
     elif folder.exists():
         os.replace(folder, before)
     os.replace(temporary, folder)

@@ -1,9 +1,9 @@
-"""Which smaller micro-batch to try when memory runs out before this start has saved a step.
+"""Find a smaller micro-batch to try when memory runs out before this start has saved a step.
 
 The launcher starts all processes again with it (launching/memory.py); without that launcher, the
 error names it. The global batch stays the same, and so does the curve, except for dropout. A saved
-step counts, not the first, in which the optimizer allocates its state: often only the second does
-not fit.
+step shows that a micro-batch fits, but the first step does not: the optimizer allocates its state
+at the end of that step, so often only the second step runs out of memory.
 """
 
 from collections.abc import Iterator
@@ -32,7 +32,7 @@ class Smaller:
     """What to do if a micro-batch does not fit in memory."""
 
     advice: str
-    next_micro_batch_size: int | None = None  # that the launcher tries
+    next_micro_batch_size: int | None = None  # the size that the launcher tries
     exit_code: int = 1
 
 
@@ -40,10 +40,10 @@ class Smaller:
 def memory_explained(
     accelerator: Accelerator, run: Run, layout: BatchLayout, model: nn.Module, train_set: Dataset
 ) -> Iterator[None]:
-    """Add to an out-of-memory error what to do about it.
+    """Add advice to an out-of-memory error.
 
-    A lack of host memory counts if the CPU trains, but not in a loader worker: fewer workers help
-    there, and `loader worker` is a cause of its own.
+    An out-of-host-memory error gets advice if training runs on the CPU, unless a loader worker
+    raised the error: fewer workers help there, and `loader worker` is a separate cause.
     """
     first_step, is_on_cpu = run.step, accelerator.device.type == "cpu"
     if is_on_cpu:  # the kernel may kill this process before it can explain anything
@@ -53,8 +53,8 @@ def memory_explained(
         yield
     except Exception as error:
         kind = exception_cause(error)
-        is_of_host = is_on_cpu and WORKER_TRACEBACK not in str(error)
-        is_full = kind == "out of memory" or (kind == "out of host memory" and is_of_host)
+        is_trainer = is_on_cpu and WORKER_TRACEBACK not in str(error)
+        is_full = kind == "out of memory" or (kind == "out of host memory" and is_trainer)
         if is_full and (newest_checkpoint(run.folder) or 0) <= first_step:
             _explain(error, run, smaller_micro_batch(run, layout, model, train_set))
         raise

@@ -1,7 +1,7 @@
 """Write export/README.md, the model card of the Hugging Face Hub, from the records of a run.
 
-It says what was trained, on which data, with which results, and how to load it. It has no license,
-which only the owner knows, and no path or secret. A page that somebody has edited is kept.
+The card says what was trained, on which data, with which results, and how to load it. It names no
+license, which only the owner knows, and no path or secret. A card that somebody has edited is kept.
 """
 
 import hashlib
@@ -20,18 +20,18 @@ from .run_folder import Run
 from .safety.redaction import is_secret, mask
 from .words import PACKAGE, format_metric, printable
 
-MOST_METRICS = 8  # so that the page stays short
+MOST_METRICS = 8  # so that the card stays short
 MARK = "<!-- written from the records; an edited page is kept: {} -->\n"
-IS_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")  # of a dataset, not a path
+IS_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")  # a dataset's name, not a path
 
 
 def write_model_card(run: Run, model: nn.Module, folder: Path) -> None:
-    """Write README.md into the folder that will become export/, or keep an edited one.
+    """Write README.md into the folder that will become export/, or copy an edited one there.
 
     Args:
-        run: its export/ is still the previous one.
-        model: its parameters are counted.
-        folder: if the recipe's export has written a README.md there, it is kept.
+        run: the run, whose export/ is still the previous one.
+        model: the model, whose parameters are counted.
+        folder: the new export; a README.md that the recipe's export has written there is kept.
     """
     before, path = run.folder / "export" / "README.md", folder / "README.md"
     if os.path.lexists(before) and not is_written_here(before):
@@ -42,7 +42,7 @@ def write_model_card(run: Run, model: nn.Module, folder: Path) -> None:
 
 
 def is_written_here(path: Path) -> bool:
-    """Return whether this module has written a page and nobody has edited it."""
+    """Return whether this module has written a card and nobody has edited it."""
     with suppress(OSError, ValueError):
         text, start, end = read_own(path).decode().rpartition(MARK.partition("{}")[0])
         return f"{start}{end}" == MARK.format(digest(text))
@@ -55,7 +55,7 @@ def digest(text: str) -> str:
 
 
 def model_card(run: Run, model: nn.Module) -> str:
-    """Return the text of the page."""
+    """Return the text of the card."""
     config, kind = run.config, type(run.config.recipe)
     name = f"{kind.__module__}.{kind.__qualname__}"
     info, batch_size = read_info(run.folder), config.batches.global_batch_size
@@ -127,5 +127,5 @@ def results(run: Run) -> str:
 
 
 def cell(text: str) -> str:
-    """Return a text in one line, which does not end a cell of a table."""
+    """Return a text on one line, with | escaped, for a cell of a table."""
     return printable(text).replace("|", "\\|")

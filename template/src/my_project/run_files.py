@@ -1,6 +1,6 @@
 """Read the files of a run folder, which may be damaged or untrusted.
 
-docs/run-folder.md describes them and their fields.
+docs/run-folder.md describes the files and their fields.
 """
 
 import fcntl
@@ -28,8 +28,8 @@ from .files import (
     write_atomically,
 )
 
-RUN_FORMAT = 1  # of a run folder, in run.json; docs/run-folder.md says what it means
-BLOCK_BYTES = 1 << 16  # of one read from the end of a file
+RUN_FORMAT = 1  # of a run folder, in run.json; docs/run-folder.md explains it
+BLOCK_BYTES = 1 << 16  # size of one read from the end of a file
 ENDED = ("finished", "preempted")  # the outcomes after which no step has to be done again
 Numerics: TypeAlias = dict[str, str | bool | int | None]  # see accelerator.numerics
 MAX_STEP = 2**53  # exact as a float
@@ -37,7 +37,7 @@ MAX_STEP = 2**53  # exact as a float
 
 @dataclass(frozen=True, kw_only=True)
 class Status:
-    """The content of status.json; a field of another type gets its default."""
+    """The content of status.json; a field of a wrong type gets its default."""
 
     outcome: str = ""
     step: int = 0
@@ -75,7 +75,7 @@ class Status:
 
 @dataclass(frozen=True, kw_only=True)
 class RunInfo:
-    """The content of run.json; a field of another type gets its default."""
+    """The content of run.json; a field of a wrong type gets its default."""
 
     format: int = 0
     run: str = ""
@@ -159,7 +159,7 @@ class StartLine:
 
 
 def local_folder(path: str) -> Path:
-    """Return the folder that a command was given; for a URL, a copy of what is there."""
+    """Return the folder that a command was given; for a URL, a local copy of that folder."""
     if "://" in path:  # of a mirror
         from .mirror.download import local_copy
 
@@ -203,17 +203,17 @@ def read_failures(paths: Iterable[Path]) -> list[Failure]:
 
 
 def lock_path(folder: Path) -> Path:
-    """Return a launch's lock file: inside the run folder, which may have several paths."""
+    """Return a launch's lock file. It is in the run folder because that may have several paths."""
     return folder / ".lock"
 
 
 def each_record(path: Path, kind: str = "") -> Iterator[Record]:
     """Yield the records of a metrics.jsonl, and damaged ones, reading line by line.
 
-    A last line that a kill has cut off does not count as damaged.
+    A last line that was cut off by a kill is skipped.
 
     Args:
-        path: of the file.
+        path: the file.
         kind: skip lines that do not contain this string, without parsing them; "" skips none.
     """
     needed = json.dumps(kind).encode() if kind else b""
@@ -229,28 +229,28 @@ def each_record(path: Path, kind: str = "") -> Iterator[Record]:
 def each_record_backward(path: Path) -> Iterator[tuple[int, bytes, Record]]:
     """Yield the records of a metrics.jsonl as each_record does, but the last one first.
 
-    A run may have a million of them, and a start needs few. Each comes with the position and the
-    bytes of its line.
+    A run may have a million records, and a start needs few. Each record comes with the position and
+    the bytes of its line.
     """
     with open_own(path) as file:
         begin = size = file.seek(0, os.SEEK_END)
-        rest = b""  # of a line that begins in the block before
+        rest = b""  # the end of a line that begins in an earlier block
         while begin:
-            # a line longer than a block is read in blocks that double
+            # a line longer than a block is read in blocks of doubling size
             begin = max(0, (end := begin) - max(BLOCK_BYTES, len(rest)))
             file.seek(begin)
             rest, *lines = (file.read(end - begin) + rest).splitlines(keepends=True) or [b""]
             if not begin:
                 rest, lines = b"", [rest, *lines]
             if len(rest) > MAX_LINE_BYTES:
-                begin, rest, lines = 0, b"", [b""]  # damaged; what is before it is not read
-            at = begin + len(rest) + sum(map(len, lines))
+                begin, rest, lines = 0, b"", [b""]  # damaged; earlier lines are not read
+            start = begin + len(rest) + sum(map(len, lines))
             for line in reversed(lines):
-                at -= len(line)
+                start -= len(line)
                 record = parse_record(line)
-                is_cut = at + len(line) == size and line.startswith(b"{") and line[-1:] != b"\n"
+                is_cut = start + len(line) == size and line.startswith(b"{") and line[-1:] != b"\n"
                 if not (record.is_damaged and is_cut):
-                    yield at, line, record
+                    yield start, line, record
 
 
 def parse_record(line: bytes) -> Record:
@@ -272,7 +272,7 @@ def parse_record(line: bytes) -> Record:
 
 
 def flat(settings: Mapping[str, Json], prefix: str = "") -> dict[str, Json]:
-    """Return settings by dotted name, those of the recipe as on the command line: recipe.width."""
+    """Return settings by dotted name; the recipe's as on the command line, such as recipe.width."""
     named: dict[str, Json] = {}
     for key, value in settings.items():
         name = f"{prefix}{key}"  # an untrusted key may be a number
@@ -324,7 +324,7 @@ def is_locked(folder: Path) -> bool | None:
 
 
 def newest_checkpoint(folder: Path) -> int | None:
-    """Return the step of the newest complete checkpoint."""
+    """Return the step of the newest complete checkpoint; None if there is none."""
     return next(map(checkpoint_step, checkpoints(folder)[-1:]), None)
 
 

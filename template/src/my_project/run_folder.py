@@ -57,22 +57,22 @@ class Run:
         self.rank = rank
         self.total_steps = 0  # until the data is known
         self.step = 0  # steps done, for failure reports
-        self.progress_time: float | None = None  # of the last progress
-        self.is_stepping = False  # whether that was a step, so that the next one is due soon
+        self.progress_time: float | None = None  # when progress was last noted
+        self.is_stepping = False  # whether a step ended then, so that the next one is due soon
         self.is_loss_a_sum = True  # over micro-batches, as far as checks/recipe.py knows
         self.first_step_time: float | None = None  # when the first step of this start ended
-        self.from_step: int | None = None  # the steps done before that one
-        self.id = uuid.uuid4().hex[:8]  # of the run, for trackers; set by its first launch
-        # of this attempt of a launch, set by begin() or sees(); "launch" in run.json
+        self.from_step: int | None = None  # the number of steps done before that one
+        self.id = uuid.uuid4().hex[:8]  # the run's ID, for trackers; set by its first launch
+        # identifies this attempt of a launch; set by begin() or sees(); "launch" in run.json
         self.token = ""
         self.hosts: list[str] = []  # by rank
-        self.is_shared = True  # by all nodes; if not, each has a folder of its own
+        self.is_shared = True  # whether all nodes share the folder; if not, each has its own
         self.provenance = Origin()  # of this launch, on rank 0
         self.numerics: run_files.Numerics = {}  # of this launch
         self.notes: list[tuple[str, dict[str, files.Json]]] = []  # for records: kind and values
         self.began = time.monotonic()
-        self.warned_before = WARNED.count  # in an earlier run of this process
-        self.paused_seconds = 0.0  # in evaluations and saves of this start
+        self.warned_before = WARNED.count  # warnings in earlier runs of this process
+        self.paused_seconds = 0.0  # spent in evaluations and saves of this start
         self.lengths: dict[str, int] = {}  # of the datasets
         self.trackers: dict[str, str] = {}  # where each shows the run
         self.lock: IO[bytes] | None = None
@@ -113,7 +113,7 @@ class Run:
             from_step=self.from_step,
             seconds=round(time.monotonic() - self.began, 1),
             paused_seconds=round(self.paused_seconds, 3),
-            trackers=dict(self.trackers),  # a copy: a late tracker may add one
+            trackers=dict(self.trackers),  # a copy: a late tracker may add an entry
             warnings=self.status().warnings if self.rank else WARNED.count - self.warned_before,
             note=note,
             result=None if result is None else files.finite(result),
@@ -138,7 +138,7 @@ class Run:
     def fail(self, failure: Failure) -> None:
         """Write a failure into the status, unless another rank's failure came first.
 
-        Two ranks may do this simultaneously; the launcher, which has all error files, corrects it.
+        Two ranks may write simultaneously; the launcher, which has all error files, corrects this.
         """
         noted = self.status().failure
         if self.token and (not noted or first_failure([noted, failure]) is failure):
@@ -147,7 +147,8 @@ class Run:
     def record_error(self, failure: Failure) -> Failure:
         """Write an error file of this rank into errors/; return its content.
 
-        A start that is refused before the run begins writes none: the folder may be another run's.
+        A start that is refused before it begins the run writes no file: the folder may be another
+        run's.
         """
         progress = {"step": self.step, "progress_time": self.progress_time}
         failure = replace(failure, rank=self.rank, launch=self.token, **progress)
@@ -161,7 +162,7 @@ class Run:
 
     @property
     def finished(self) -> bool:
-        """Return whether the run has finished; more steps or more patience extend it."""
+        """Return whether the run has finished; raising the steps or the patience extends it."""
         status, patience = self.status(), self.config.evaluation.patience
         if status.outcome != "finished" or status.result is None:
             return False
@@ -172,9 +173,9 @@ class Run:
 
     @property
     def is_current(self) -> bool:
-        """Return whether no other launch has begun this run since, as far as this rank knows."""
+        """Return whether no later launch has begun this run, as far as this rank knows."""
         run_files.refresh(self.folder)
-        launch = files.read_json(self.folder / "run.json").get("launch")  # quick: at each record
+        launch = files.read_json(self.folder / "run.json").get("launch")  # fast: for each record
         return self.token in ("", launch or self.token)
 
     def begin(self) -> str:
@@ -184,8 +185,8 @@ class Run:
             The token of this launch.
 
         Raises:
-            ConfigError: the folder is no longer this launch's, has a different format, or would not
-                take a save.
+            ConfigError: the folder is no longer this launch's, has a different format, or a save
+                there would fail.
         """
         self.check_lock()
         starts_over = starts_over_now(self.config)
@@ -233,17 +234,17 @@ class Run:
     def sees(self, token: str) -> bool:
         """Return whether this rank sees the run.json into which rank 0 wrote this launch's token.
 
-        A network file system has 20 seconds to show it.
+        A network file system has 20 seconds to show the file.
         """
         self.token = token
         seconds = 20.0
-        if self.rank and self.config.checkpoints.mirror:  # on rank 0, is_locked frees the lock
-            # if locks work, rank 0's folder is locked: an unlocked one is on another disk
+        if self.rank and self.config.checkpoints.mirror:  # on rank 0, is_locked would free the lock
+            # if locks work, rank 0's folder is locked, so an unlocked folder is on another disk
             seconds = 1.0 if run_files.is_locked(self.folder) is False else 20.0  # with a mirror
         return files.wait_until(lambda: run_files.read_info(self.folder).launch == token, seconds)
 
     def __del__(self) -> None:
-        """Release the lock, for a process that trains again."""
+        """Release the lock, so that this process can train again."""
         if lock := getattr(self, "lock", None):
             with suppress(OSError):  # on a full disk
                 lock.close()
@@ -266,7 +267,7 @@ class Run:
         except OSError as error:
             text = "%s has no file locks (%s): if this run is launched twice, %s"
             logger.warning(text, self.folder, error, "the older launch ends at its next save")
-        with suppress(OSError):  # on a full disk, on which begin() ends
+        with suppress(OSError):  # the disk is full, which begin() will report
             lock.truncate(0)
             lock.write(f"process {os.getpid()} on {socket.gethostname()}".encode())
             lock.flush()
@@ -275,11 +276,11 @@ class Run:
     def check_lock(self) -> None:
         """Refuse to continue if this launch has lost the run folder.
 
-        Either the folder was moved or removed, and the lock with it, or there are no locks and
+        It is lost if the folder was moved or removed with its lock, or if there are no locks and
         another launch has begun the run.
 
         Raises:
-            TransientError: it has; the folder now there may be another launch's.
+            TransientError: it was lost; the folder that is there now may be another launch's.
         """
         try:
             path = run_files.lock_path(self.folder)
@@ -299,15 +300,15 @@ class Run:
             )
 
     def _start_over(self) -> None:
-        """Move what is in the folder aside, except the lock and the logs of this launch.
+        """Move the contents of the folder aside, except the lock and the logs of this launch.
 
-        This order ensures that no kill leaves a partial run that looks whole: first the outcome,
-        then the records (a start without these checkpoints would drop them), then what a start
-        would continue. While run.json, moved last, is there, the next attempt of this launch knows
-        that it must move the rest.
+        The order ensures that a kill never leaves a partial run that looks whole: first the
+        outcome; then the records, which a start without these checkpoints would drop; then what a
+        start would continue from. run.json is moved last: while it is there, the next attempt of
+        this launch knows that it must move the rest.
         """
         names = {*os.listdir(self.folder)} - {"logs", ".lock"}
-        if names <= {"config.yaml", "status.json"}:  # an earlier begin() was killed after these
+        if names <= {"config.yaml", "status.json"}:  # from an earlier begin() that was killed
             return
         aside = files.unused_name(self.folder.resolve())  # on the same disk
         aside.mkdir()
@@ -318,9 +319,9 @@ class Run:
 
 
 def starts_over_now(config: Config) -> bool:
-    """Return whether `--resume never` must move aside the run now in the folder.
+    """Return whether `--resume never` must move aside the run that is now in the folder.
 
-    It must not if an earlier attempt of this launch, or of this Slurm job, began that run.
+    It must not do so if an earlier attempt of this launch, or of this Slurm job, began that run.
     """
     begun_by, now = run_files.read_info(config.folder).begun_by or {}, attempts()
     is_later = any(begun_by[name] < now[name] for name in begun_by.keys() & now.keys())
@@ -328,10 +329,10 @@ def starts_over_now(config: Config) -> bool:
 
 
 def refuse_other_settings(config: Config) -> None:
-    """Refuse a run folder whose settings of the training curve differ from the config's.
+    """Refuse a run folder if settings that affect its training curve differ from the config's.
 
-    A saved setting that no class has anymore is ignored if it could change between starts, or had
-    its default.
+    A saved setting that no class has anymore is ignored if it was allowed to change between starts,
+    or had its default.
     """
     path = config.folder / "config.yaml"
     is_begun = run_files.checkpoints(config.folder) or (config.folder / "export").exists()
@@ -375,8 +376,8 @@ def not_shared(folder: Path, hosts: str, writer: str) -> str:
     """Return the message for hosts that do not see the folder into which rank 0 wrote.
 
     Args:
-        folder: as every process names it.
-        hosts: those that lack the files of rank 0.
+        folder: the run folder, as every process names it.
+        hosts: the hosts that lack the files of rank 0.
         writer: the host of rank 0.
     """
     return (

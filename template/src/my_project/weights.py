@@ -24,7 +24,7 @@ from .safety.trust import read_config
 
 @contextmanager
 def errors_as_sentences() -> Iterator[None]:
-    """Turn an error of a recipe on an input or untrusted files into a sentence and a place."""
+    """Turn a recipe's error about an input or untrusted files into a message with file and line."""
     try:
         yield
     except ConfigError:
@@ -70,7 +70,7 @@ def load(
 
 
 def load_model(folder: Path, config: Config, data_info: DataInfo) -> nn.Module:
-    """Build the model of an export and load its weights, by the recipe's `load` if it has one.
+    """Build the model of an export and load its weights, with the recipe's `load` if it has one.
 
     Raises:
         ConfigError: the weights are missing, damaged, or do not fit the model; the recipe's `load`
@@ -87,7 +87,7 @@ def load_model(folder: Path, config: Config, data_info: DataInfo) -> nn.Module:
 
 
 def trained_steps(folder: Path) -> int:
-    """Return for how many steps an export or a checkpoint was trained; 0 if it does not say."""
+    """Return the number of steps that an export or a checkpoint was trained for; 0 if unknown."""
     step = read_json(folder / "step.json", follow=True).get("step")
     return max(0, step if isinstance(step, int) else checkpoint_step(folder))
 
@@ -100,16 +100,16 @@ def load_weights(folder: Path, model: nn.Module) -> None:
 
 
 def refuse_trained_view(folder: Path) -> None:
-    """Refuse a checkpoint whose optimizer trains other weights than it evaluates."""
+    """Refuse a checkpoint whose optimizer trains weights other than those it evaluates."""
     if read_manifest(folder)["state"]["optimizer"].get("has_two_views"):
         raise ConfigError(
-            f"{folder} holds the weights that its optimizer trains, not those of its eval(): give"
-            " the run's best/ or export/."
+            f"{folder} holds the weights that its optimizer trains, not those that its eval() sets:"
+            " give the run's best/ or export/."
         )
 
 
 def weights_folder(folder: Path) -> Path:
-    """Return the folder of weights for a path: for a run best/, export/ or its last checkpoint."""
+    """Return the folder of weights for a path: for a run, best/, export/ or the last checkpoint."""
     for candidate in (folder, folder / "best", folder / "export"):
         if is_export(candidate) or (candidate / "manifest.json").is_file():
             return candidate
@@ -130,7 +130,8 @@ def is_export(folder: Path) -> bool:
 def config_beside(folder: Path, trusted: Iterable[str] = (), given: Path | None = None) -> Config:
     """Return the config for evaluating an export, or a checkpoint of a run.
 
-    The locks of prepare_data are beside the run, or in this user's temporary folder.
+    The locks of prepare_data are beside the run or, if they cannot be written there, in this user's
+    temporary folder.
 
     Args:
         folder: the export or checkpoint.

@@ -1,10 +1,10 @@
-"""Write the exports of a run, export/ and best/: weights for use, which load without accelerate.
+"""Write the exports of a run, export/ and best/: weights that load without accelerate.
 
     export/
       model.safetensors        with the keys of the plain module, without wrappers
-      config.yaml              of the run
+      config.yaml              the run's config
       data_info.json           what the recipe's prepare_data returned
-      step.json                the step of the weights, and where they come from
+      step.json                the step of the weights, and their provenance
       README.md                the model card; in export/ only
 
 A recipe may write other files than model.safetensors (recipe.py). weights.py reads exports.
@@ -35,20 +35,20 @@ def export(
 ) -> None:
     """Replace export/ or best/. Called by every rank; rank 0 writes.
 
-    The tensors are read one at a time from the files of a checkpoint (Checkpoints.replace_export),
-    for best/ while training goes on. But a recipe's `export` that names no tensors writes all files
-    itself, before this returns: it may read the model, which training changes, and draw random
-    numbers. If the model is sharded, it gets a copy that is not.
+    The tensors are read one at a time from the files of a checkpoint (Checkpoints.replace_export);
+    for best/, this happens while training continues. If a recipe's `export` returns no tensors, it
+    writes all files itself before this function returns, because it may read the model, which
+    training changes, and draw random numbers. For a sharded model, it gets an unsharded copy.
 
     Args:
         run: the run folder.
         data_info: from the recipe's prepare_data.
-        model: with the EMA swapped in, if there is one.
-        checkpoints: those of the run.
-        name: export or best.
+        model: the model, with the EMA swapped in if there is one.
+        checkpoints: the run's checkpoints.
+        name: "export" or "best".
 
     Raises:
-        ValueError: a value is not finite; for best/ raised at the next save.
+        ValueError: a value is not finite; for best/, this is raised at the next save.
     """
     recipe = run.config.recipe
     state = model_tensors(model)
@@ -61,16 +61,16 @@ def export(
         weights = {}
 
     def fill(folder: Path) -> None:
-        if not weights:  # others are checked when they are written as shards
+        if not weights:  # otherwise, they are checked when their shards are written
             for key, tensor in state.items():
                 require_finite(key, tensor)
         if recipe_export and not needs_whole:
             recipe_export(model, data_info, state, folder)
         (folder / "config.yaml").write_text(to_yaml(run.config), encoding="utf-8")
         (folder / "data_info.json").write_text(json.dumps(data_info))
-        about: dict[str, Json] = {"step": run.step}
-        about |= {"provenance": vars(run.provenance)}
-        (folder / "step.json").write_text(json.dumps(about))
+        step_info: dict[str, Json] = {"step": run.step}
+        step_info |= {"provenance": vars(run.provenance)}
+        (folder / "step.json").write_text(json.dumps(step_info))
         if name == "export":  # best/ has no model_card
             write_model_card(run, model, folder)
 
@@ -80,9 +80,9 @@ def export(
             return read(key) if tensor.numel() else torch.empty(tensor.shape, dtype=tensor.dtype)
 
         if not needs_whole:
-            once = in_file_order({key: weights[key] for key in weights if key not in aliases})
+            stored = in_file_order({key: weights[key] for key in weights if key not in aliases})
             metadata = {"format": "pt"} | aliases
-            save_tensors(once, folder / f"{stem}.safetensors", map(value, once), metadata)
+            save_tensors(stored, folder / f"{stem}.safetensors", map(value, stored), metadata)
             return
         plain = contract.build_model(run.config, data_info)
         whole = model_tensors(plain)
@@ -99,7 +99,7 @@ def export(
 
 
 def _aliases(saved_names: dict[str, str | None], first_names: dict[str, str]) -> dict[str, str]:
-    """Return the keys of tied tensors, each with the key under which the tensor is written."""
+    """Return {key: the key under which the tensor is written} for other keys of tied tensors."""
     keys = {name: key for key, name in saved_names.items() if name}
     first_keys = {key: keys.get(first_names.get(name, name), key) for name, key in keys.items()}
     return {key: first for key, first in first_keys.items() if key != first}

@@ -1,4 +1,4 @@
-"""Choose the checkpoint to continue from, and move or remove others. saving.py loads it.
+"""Choose the checkpoint to continue from, which saving.py loads, and move or remove others.
 
 With --resume never, Run.begin has already moved the checkpoints of the run aside.
 """
@@ -27,8 +27,8 @@ logger = logging.getLogger(__name__)
 def choose(accelerator: Accelerator, run: Run) -> Path | None:
     """Return the checkpoint to continue from; None to start from step 0. Called by every rank.
 
-    This is the newest intact checkpoint of the run. With --resume <path> it is the newest one whose
-    run began at that path, or else the checkpoint at the path.
+    This is the newest intact checkpoint of the run. With --resume <path>, it is the newest intact
+    one whose run began at that path; if there is none, it is the checkpoint at the path itself.
 
     Raises:
         ConfigError: the checkpoint at the path is damaged.
@@ -58,7 +58,7 @@ def choose(accelerator: Accelerator, run: Run) -> Path | None:
 
 
 def _candidates(run: Run) -> list[Path]:
-    """Return the checkpoints to try, in this order. Called by rank 0."""
+    """Return the checkpoints to try, in order. Called by rank 0."""
     clean_up(run.folder)
     folders = (run.folder / "checkpoints").glob("step_*")
     own = sorted((p for p in folders if checkpoint_step(p) >= 0), key=checkpoint_step, reverse=True)
@@ -77,12 +77,12 @@ def _began_at(folder: Path, given: str) -> bool:
 
 
 def find_damage_together(accelerator: Accelerator, folder: Path, *, is_shared: bool = True) -> str:
-    """Return what is wrong with a checkpoint, or "". Called by every rank; each reads a share.
+    """Return what is wrong with a checkpoint, or "". Called by every rank; each checks some files.
 
     Args:
         accelerator: this process's Accelerator.
         folder: the checkpoint.
-        is_shared: whether all nodes share the folder; if not, each node reads all of its own.
+        is_shared: whether all nodes share the folder; if not, each node checks all of its files.
     """
     share = slice(accelerator.process_index, None, accelerator.num_processes)
     if not is_shared:
@@ -93,7 +93,7 @@ def find_damage_together(accelerator: Accelerator, folder: Path, *, is_shared: b
 
 
 def refuse_damaged(folder: Path, problem: str) -> None:
-    """Raise a ConfigError for a checkpoint with a problem."""
+    """Raise a ConfigError if the checkpoint has a problem."""
     if problem:
         raise ConfigError(f"{folder} cannot be used: {problem}; give another checkpoint.")
 
@@ -129,10 +129,10 @@ def kept_steps(
     """Return the steps whose checkpoints have to be kept.
 
     Args:
-        steps: of checkpoints.
+        steps: the steps of all checkpoints.
         settings: the rules.
-        state: of the newest checkpoint.
-        keep: the number of newest ones, instead of settings.keep.
+        state: the state of the newest checkpoint.
+        keep: how many of the newest to keep, instead of settings.keep; 0 means settings.keep.
     """
     steps = sorted(steps)
     newest, every = steps[-(keep or settings.keep) :], settings.keep_every_steps
@@ -144,7 +144,7 @@ def kept_steps(
 
 
 def remove(folder: Path) -> None:
-    """Remove a checkpoint; it is kept if it holds foreign files."""
+    """Remove a checkpoint, unless it contains files that are not in its manifest."""
     try:
         listed = read_manifest(folder)["files"].keys() | {"manifest.json"}
     except ValueError:
@@ -157,7 +157,7 @@ def remove(folder: Path) -> None:
         try:
             os.replace(folder, removed)
         except OSError as error:
-            # another host has one of its files open: a later save removes it
+            # another host has one of the files open: a later save removes the folder
             if error.errno not in (errno.EBUSY, errno.ENOTEMPTY):
                 raise
         discard(removed)

@@ -3,17 +3,17 @@
     checkpoints/step_00000100/
       model.safetensors        with the keys of the plain module, without wrappers
       optimizer.safetensors    "<parameter>/<slot>", independent of the world size
-      ema.safetensors          the EMA, with optim.ema_decay
-      manifest.json            the SHA-256 of each file, written last, with the rest of the state:
+      ema.safetensors          the EMA weights, if optim.ema_decay is set
+      manifest.json            written last: the SHA-256 of each file, and the rest of the state:
                                the step, the optimizer's numbers, the results of evaluations, the
                                fp16 loss scale, the numerics of the run, the states of lanes
 
-A tied weight is written once, under its first name; the metadata of the file has its other names.
+A tied weight is written once, under its first name; the file's metadata lists its other names.
 
 A folder is written under a temporary name, flushed to disk, and renamed when it is complete. It
-holds tensors and JSON only, so that loading never runs code. Each rank writes its shards (FSDP) to
-a file of its own, such as model.rank_00002.safetensors; any world size can read them. Random states
-are not saved: random numbers follow from (seed, step), see loading/seeding.py.
+contains only tensors and JSON, so loading it never runs code. With FSDP, each rank writes its
+shards to its own file, such as model.rank_00002.safetensors; any world size can read them. Random
+states are not saved: random numbers follow from (seed, step), see loading/seeding.py.
 """
 
 import json
@@ -57,8 +57,8 @@ from .shards import (
 )
 
 logger = logging.getLogger(__name__)
-NICENESS = 10  # of the thread that saves, not of the process: training gets the cores first
-FIRST_SAVES = 3  # a start ends if its first saves all fail, before it loses more steps
+NICENESS = 10  # of the saving thread, not of the process: training gets the cores first
+FIRST_SAVES = 3  # if this many first saves of a start fail, it ends before it loses more steps
 END_SECONDS = 20  # how long to wait for other ranks once a save has failed or a rank is gone
 
 Read = Callable[[str], Tensor]  # reads a tensor by its name
@@ -87,22 +87,22 @@ class Checkpoints:
         self.scaler = scaler
         self.ema = ema
         self.names = {id(p): plain_name(name) for name, p in model.named_parameters()}
-        # a tied weight has several names; files have the first
+        # a tied weight has several names; files use the first
         every_name = model.named_parameters(remove_duplicate=False)
         self.first_names = {plain_name(name): self.names[id(p)] for name, p in every_name}
         self.aliases = {name: first for name, first in self.first_names.items() if name != first}
-        self.writers = len(run.hosts) if is_sharded(model) else 1  # ranks that write files
+        self.writers = len(run.hosts) if is_sharded(model) else 1  # number of ranks that write
         self.failures: dict[str, Exception] = {}  # by kind of job: why the last one failed
-        self.note = ""  # the newest failure, for the end of the run, even if a later save succeeded
+        self.note = ""  # the newest failure, shown when the run ends even if a later save succeeded
         self.mirror: Any = None  # mirror.Mirror, if the run has one
-        self._first_failed = 0.0  # failed saves of this start; -inf once one has succeeded
+        self._first_failed = 0.0  # number of failed saves; -inf once a save of this start succeeds
         self._save_seconds = 60 * run.config.checkpoints.minutes
         self._saved_at = time.monotonic()
-        self._saved_step = -1  # the step of the last save or load: its checkpoint has the weights
+        self._saved_step = -1  # of the checkpoint that was last saved to or loaded from `folder`
         self._buffers: dict[str, Tensor] = {}
         self._optimizer_numbers: dict[str, float] = {}
         self._has_lost_contact = threading.Event()
-        self._thread: threading.Thread | None = None  # of the newest job
+        self._thread: threading.Thread | None = None  # runs the newest job
 
     def __enter__(self) -> "Checkpoints":
         return self
@@ -131,8 +131,8 @@ class Checkpoints:
         """
         optimizer_state(self.optimizer, self.names)
         before = self._optimizer_numbers
-        known = vars(self.optimizer).items()
-        numbers = {name: n for name, n in known if type(n) in (int, float) and name[0] != "_"}
+        items = vars(self.optimizer).items()
+        numbers = {name: n for name, n in items if type(n) in (int, float) and name[0] != "_"}
         if changed := [name for name in before if before[name] != numbers.get(name)]:
             raise ConfigError(
                 f"{type(self.optimizer).__name__} cannot be resumed: it keeps a counter in its"
@@ -160,7 +160,7 @@ class Checkpoints:
         shards = self._copy_to_host(kinds)
         scale = self.scaler.state_dict() if self.scaler else None
         state = train_state.to_dict() | {"optimizer": settings, "scaler": scale}
-        text = json.dumps(state | {"numerics": self.run.numerics})  # now: training changes it
+        text = json.dumps(state | {"numerics": self.run.numerics})  # before training changes it
         step = train_state.step
         folder = self.folder / f"step_{step:08d}"
         # named after this launch: without file locks, another launch may write the same step
@@ -219,20 +219,20 @@ class Checkpoints:
         saved_names: dict[str, str | None],
         write: Callable[[Path, Read], None],
     ) -> None:
-        """Replace best/ or export/, after the jobs before it. Called by every rank.
+        """Replace best/ or export/ once the previous jobs have ended. Called by every rank.
 
         The weights are read from the checkpoint of this step. If there is none, each rank's thread
-        writes its shards to a temporary folder, as for a checkpoint and without a collective.
+        first writes its shards to a temporary folder, as for a checkpoint: without a collective.
 
         Args:
             folder: best/ or export/.
             fill: writes files into the temporary folder; called by rank 0, immediately.
-            weights: to write, with the same names on all ranks; {} if `fill` writes them.
-            saved_names: their names in a checkpoint; None for a tensor that it does not hold.
-            write: writes the weights into that folder, given a function that reads one by its name;
-                called by rank 0 in the thread.
+            weights: the tensors to write, by the same names on all ranks; {} if `fill` writes them.
+            saved_names: their names in a checkpoint; None for a tensor that is not saved there.
+            write: writes the weights into the temporary folder, given a function that reads a
+                tensor by its name; called by rank 0 in the thread.
         """
-        # if sharded, ranks must decide alike, and may not know that a save failed
+        # if sharded, all ranks must decide alike, but a rank may not know that a save failed
         has_failed = self.writers == 1 and "checkpoint" in self.failures
         is_of_step = self._saved_step == self.run.step and not has_failed
         is_saved = is_of_step and None not in saved_names.values()
@@ -253,7 +253,7 @@ class Checkpoints:
                 temporary.mkdir(parents=True)
                 fill(temporary)
             except Exception as error:
-                failure = error  # raised in the thread: the other ranks write their shards
+                failure = error  # raised in the thread, as the other ranks still write shards
 
         def write_all() -> None:
             listed = self._write_shards(parts, shards, {}) if shards else {}
@@ -281,18 +281,18 @@ class Checkpoints:
         return read
 
     def _start(self, kind: str, name: str, job: Callable[[], None], *temporary: Path) -> None:
-        """Run a job in a thread after the previous jobs; wait for it unless in background.
+        """Run a job in a thread after the previous jobs; wait if checkpoints.background is false.
 
         Args:
-            kind: of the job; its failure is kept until a job of this kind succeeds.
-            name: of what it writes.
-            job: writes it.
-            temporary: folders that rank 0 removes afterwards.
+            kind: the kind of job; a failure is kept until a job of this kind succeeds.
+            name: the name of what the job writes.
+            job: the function that writes it.
+            temporary: folders that rank 0 removes afterward.
         """
         before = self._thread
 
         def work() -> None:
-            torch.set_num_threads(1)  # of this thread alone: training keeps the cores
+            torch.set_num_threads(1)  # for this thread alone: training keeps the cores
             with suppress(OSError):
                 if sys.platform == "linux":
                     os.nice(NICENESS)
@@ -307,11 +307,11 @@ class Checkpoints:
                     self._first_failed = -math.inf
             except Exception as error:
                 self.note = f"{name} could not be saved: {error}"
-                logger.error("%s. What was there before is unchanged.", self.note)
+                logger.error("%s. The earlier files are unchanged.", self.note)
                 self.failures[kind] = error
-                # a recipe may write with safetensors itself, and a file may fail to be read back
+                # a recipe's export may raise SafetensorError, and reading a file back ConfigError
                 may_pass = isinstance(error, (OSError, SafetensorError, ConfigError))
-                if may_pass and not isinstance(error, TransientError):  # of Run.check_lock
+                if may_pass and not isinstance(error, TransientError):  # from Run.check_lock
                     self.failures[kind] = OSError(self.note)
                     self.failures[kind].__cause__ = error
                 self._first_failed += kind == "checkpoint"
@@ -341,20 +341,20 @@ class Checkpoints:
                 raise OSError(f"all {FIRST_SAVES} saves of this start have failed: {self.note}")
 
     def check(self, *kinds: str) -> None:
-        """Raise the error of the last job of these kinds, if it failed; called as a run ends."""
+        """Raise the error if the last job of one of these kinds failed. Called as a run ends."""
         for kind in kinds:
             if failure := self.failures.get(kind):
                 raise failure
 
     # ---- loading ---------------------------------------------------------------------------------
     def resume(self, folder: Path) -> dict[str, Any]:
-        """Load a checkpoint whose hashes have been checked; return its state besides tensors.
+        """Load a checkpoint whose hashes have been checked; return its state without the tensors.
 
-        Newer checkpoints are moved aside only after the load: this one may not fit the model.
+        Newer checkpoints are moved aside only after the load, since this one may not fit the model.
         """
         try:
             state = self.load(folder)
-        except (LookupError, TypeError, AttributeError) as error:  # untrusted: of any type
+        except (LookupError, TypeError, AttributeError) as error:  # untrusted values, of any type
             problem = f"its manifest.json is not a checkpoint's ({error!r})"
             raise ConfigError(f"{folder} cannot be used: {problem}.") from error
         if self.rank == 0:
@@ -390,7 +390,7 @@ class Checkpoints:
 
     # ---- what this rank writes -------------------------------------------------------------------
     def _copy_to_host(self, kinds: dict[str, dict[str, Tensor]]) -> dict[str, dict[str, Shard]]:
-        """Copy this rank's shards into host buffers that are reused, pinned for GPU tensors."""
+        """Copy this rank's shards into reused host buffers, which are pinned for GPU tensors."""
         shards: dict[str, dict[str, Shard]] = {kind: {} for kind in kinds}
         on_gpu = False
         for kind, tensors in kinds.items():
@@ -417,10 +417,10 @@ class Checkpoints:
     def _write_shards(
         self, temporary: Path, shards: dict[str, dict[str, Shard]], aliases: dict[str, str]
     ) -> dict[str, str]:
-        """Write a file of each kind; ranks other than 0 leave a file saying whether they did.
+        """Write one file per kind; ranks other than 0 also leave a file that reports the outcome.
 
         Returns:
-            The SHA-256 of each file by its name; on rank 0, for the files of all ranks.
+            The SHA-256 of each file by name; on rank 0, for the files of all ranks.
         """
         part = f".rank_{self.rank:05d}" if self.writers > 1 else ""
         listed: dict[str, str] = {}
@@ -441,7 +441,7 @@ class Checkpoints:
                     (temporary / f"failed{part}").touch()
                     if self.mirror:
                         self.mirror.send_parts(temporary)
-                else:  # the folder is removed, once nobody writes into it
+                else:  # the folder is removed afterward, so no rank may still write into it
                     self._await_other_ranks(temporary, END_SECONDS)
             raise
         if self.rank != 0:
@@ -450,7 +450,7 @@ class Checkpoints:
         return listed | self._await_other_ranks(temporary, limit)
 
     def _await_other_ranks(self, temporary: Path, seconds: float) -> dict[str, str]:
-        """Wait until the other ranks have reported their files; return the SHA-256 of each."""
+        """Wait until the other ranks have reported their files; return the SHA-256 of each file."""
         waiting = {f"rank_{rank:05d}": rank for rank in range(1, self.writers)}
         names, failed = [*waiting], []
 
@@ -469,7 +469,7 @@ class Checkpoints:
             return have_reported() or bool(failed) or self._has_lost_contact.is_set()
 
         files.wait_until(is_over, seconds, poll_seconds=0.05)
-        if failed or self._has_lost_contact.is_set():  # the folder will be removed: let them end
+        if failed or self._has_lost_contact.is_set():  # let ranks end before the folder is removed
             files.wait_until(have_reported, END_SECONDS, poll_seconds=0.05)
         if failed:
             host = self.run.hosts[min(failed)]
@@ -484,10 +484,10 @@ class Checkpoints:
         return listed
 
     def _rotate(self, state: dict[str, Json]) -> None:
-        """Remove checkpoints that need not be kept; only files that a manifest lists.
+        """Remove checkpoints that need not be kept, if they contain only files of their manifest.
 
-        None is removed while steps are skipped: the weights may have become NaN, in which case no
-        step is ever taken again and only an earlier checkpoint is useful.
+        None is removed while steps are skipped: the weights may have become NaN, in which case
+        every later step is skipped, and only an earlier checkpoint is useful.
         """
         if state["consecutive_skipped_steps"]:
             return

@@ -25,7 +25,7 @@ from ..files import Json, open_own
 from ..manifest import read_manifest
 
 Stride: TypeAlias = Sequence[int] | None  # None: contiguous
-CHUNK_BYTES = 1 << 20  # written and hashed while they are in the cache
+CHUNK_BYTES = 1 << 20  # a chunk is hashed while it is still in the CPU's cache
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class Shard:
     """The part of a tensor that one rank holds."""
 
     tensor: Tensor
-    offset: tuple[int, ...]  # of the first element in the whole tensor
+    offset: tuple[int, ...]  # index of its first element in the whole tensor
     shape: tuple[int, ...]  # of the whole tensor
 
 
@@ -64,7 +64,7 @@ def is_sharded(model: nn.Module) -> bool:
 def model_tensors(model: nn.Module) -> dict[str, Tensor]:
     """Return the state of a model with the keys of the plain module, whatever wraps it."""
     if is_sharded(model):
-        # imports torch's distributed checkpoints and launcher, which a plain model does not need
+        # this imports torch's distributed checkpoints and launcher: a plain model needs neither
         from torch.distributed.checkpoint.state_dict import get_model_state_dict
 
         return cast(dict[str, Tensor], get_model_state_dict(model))
@@ -89,14 +89,14 @@ def save_tensors(
 ) -> str:
     """Write a safetensors file; each tensor is written before the next one is read.
 
-    safetensors' own `serialize` needs all tensors of the file, and a second copy, in memory.
+    safetensors' own `serialize` needs all tensors of the file, and a copy of each, in memory.
 
     Args:
-        tensors: give names, shapes and dtypes, in the order of in_file_order; may be sharded, or
-            on the meta device.
+        tensors: by name, in the order of in_file_order; only their shapes and dtypes are used, so
+            they may be sharded, or on the meta device.
         path: the file.
-        values: the values of these tensors, in their order.
-        metadata: of the file, such as the aliases of tied weights: {alias: the name of the tensor}.
+        values: the values of these tensors, in the same order.
+        metadata: the file's metadata, such as the aliases of tied weights: {alias: tensor name}.
 
     Returns:
         The SHA-256 of the file.
@@ -132,10 +132,10 @@ def save_tensors(
 
 
 def require_finite(name: str, tensor: Tensor) -> Tensor:
-    """Return a tensor unchanged; refuse one from which a run cannot continue or predict.
+    """Return a tensor unchanged; refuse one that contains NaN or infinity.
 
-    Only its minimum and maximum are tested, which are not finite if any value is not: isfinite on
-    all values would need a copy.
+    A run could neither continue nor predict with it. Only the minimum and maximum are tested: they
+    are not finite if any value is not, and isfinite on all values would need a copy.
     """
     values = tensor.float() if tensor.itemsize == 1 else tensor  # aminmax does not take float8
     is_checked = tensor.is_floating_point() and tensor.numel()
@@ -156,7 +156,7 @@ def in_file_order(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 
 @functools.cache
 def _dtype_name(dtype: torch.dtype) -> str:
-    """Return the name of a dtype in the safetensors format, from safetensors' own writer."""
+    """Return the name of a dtype in the safetensors format, as safetensors itself writes it."""
     header: dict[str, Any] = {"": {"shape": []}}
     with suppress(KeyError, SafetensorError):
         header = json.loads(save({"": torch.empty(1, dtype=dtype)})[8 : -dtype.itemsize])
@@ -174,17 +174,17 @@ class TensorReader:
         Args:
             folder: the checkpoint or export.
             kind: model, optimizer or ema.
-            listed: the names of the files in its manifest, where the caller has read it.
+            listed: the names of the files in its manifest, if the caller has read that.
 
         Raises:
             ConfigError: there is no such file, or it is not in safetensors format.
         """
         self.folder = folder
         self.kind = kind
-        # by name, for each file: the file, and the offset and shape of its part
+        # by tensor name: each file with a part of the tensor, and the offset and shape of the part
         self.shards: dict[str, list[tuple[safe_open, list[int], list[int]]]] = {}
         self.shapes: dict[str, tuple[int, ...]] = {}
-        self.aliases: dict[str, str] = {}  # of tied weights, which are stored once
+        self.aliases: dict[str, str] = {}  # {alias: stored name} of tied weights
         if listed is None:
             is_checkpoint = (folder / "manifest.json").is_file()
             listed = [*read_manifest(folder)["files"]] if is_checkpoint else os.listdir(folder)
@@ -215,14 +215,14 @@ class TensorReader:
             raise ConfigError(f"{path} is damaged or missing: {error}.") from error
 
     def meta(self, name: str) -> Tensor:
-        """Return a tensor without values, on the meta device: its shape and dtype."""
+        """Return a tensor on the meta device: it has the shape and dtype, but no values."""
         file = self.shards[name][0][0]
         shape = self.shapes[name]
         part = file.get_slice(name)[:0] if shape else file.get_tensor(name)
         return torch.empty(shape, dtype=part.dtype, device="meta")
 
     def read(self, name: str, offset: Iterable[int] = (), shape: Iterable[int] = ()) -> Tensor:
-        """Read a tensor, or its part with this offset and shape."""
+        """Read a tensor, or the part of it with this offset and shape."""
         name = self.aliases.get(name, name)
         wanted = [*shape] or [*self.shapes[name]]
         start = [*offset] or [0] * len(wanted)
@@ -231,7 +231,7 @@ class TensorReader:
         result = torch.empty(wanted, dtype=self.meta(name).dtype)
         filled = 0  # elements
         for file, held_offset, held in self.shards[name]:
-            # the overlap of what the file holds and what is wanted, by index in the whole tensor
+            # the overlap of the file's part and the wanted part, as indices of the whole tensor
             spans = [
                 (max(o, s), min(o + n, s + w))
                 for o, n, s, w in zip(held_offset, held, start, wanted, strict=True)
@@ -272,7 +272,7 @@ class TensorReader:
 
     @torch.no_grad()
     def fill(self, tensors: dict[str, Tensor]) -> None:
-        """Read all tensors into these, in place; the names must match exactly."""
+        """Read all tensors of the files into these, in place; the names must match exactly."""
         missing = tensors.keys() - self.shards.keys()
         unknown = self.shards.keys() - tensors.keys()
         if missing or unknown:
@@ -291,8 +291,8 @@ def optimizer_state(
     """Return groups and slots as JSON, and their tensors by "<parameter>/<slot>".
 
     Args:
-        optimizer: of the model.
-        names: of its parameters, by their id.
+        optimizer: the model's optimizer.
+        names: the names of its parameters, by id().
 
     Raises:
         ConfigError: the state holds something that a checkpoint cannot.
@@ -324,10 +324,10 @@ def pack(value: Any, key: str, tensors: dict[str, Tensor], *, is_sharded: bool =
     """Return a value of an optimizer as JSON, with keys in place of its tensors.
 
     Args:
-        value: of a slot or a group.
-        key: of the value.
-        tensors: its tensors are added here.
-        is_sharded: whether the parameter is.
+        value: the value of a slot or of a group's setting.
+        key: the key of the value; it begins the keys of tensors inside the value.
+        tensors: the tensors of the value are added here.
+        is_sharded: whether the parameter is sharded.
 
     Raises:
         TypeError: JSON cannot hold it, or a tensor of a sharded parameter is not sharded.
@@ -336,7 +336,7 @@ def pack(value: Any, key: str, tensors: dict[str, Tensor], *, is_sharded: bool =
         if is_sharded and value.numel() > 1 and not isinstance(value, DTensor):
             raise TypeError(f"{key} of a sharded parameter is not sharded")
         tensors[key] = value
-        # the rounding of a product depends on the order of its operands in memory
+        # the stride is kept: the rounding of a product depends on the memory order of its operands
         is_whole = isinstance(value, DTensor) or value.is_contiguous()
         stride = None if is_whole else torch.empty_like(value, device="meta").stride()
         return {"tensor": key, "stride": stride}
@@ -374,14 +374,14 @@ def load_optimizer(
     saved: dict[str, Any],
     slots: TensorReader | None,
 ) -> None:
-    """Restore what optimizer_state returned, from `saved` and from `slots` in this folder."""
+    """Restore what optimizer_state returned: `saved` and, read by `slots`, the tensors."""
     groups = [[names[id(p)] for p in group["params"]] for group in optimizer.param_groups]
     if groups != [group["params"] for group in saved["groups"]]:
         raise ConfigError(
             f"{folder}: its optimizer has other parameter groups than this model; restore the"
             " recipe's model and parameter_groups, or choose another --run_name."
         )
-    # The form of load_state_dict: parameters by their index in the list of all groups.
+    # load_state_dict numbers the parameters across all groups.
     index = {name: i for i, name in enumerate(name for group in groups for name in group)}
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
 
@@ -394,7 +394,7 @@ def load_optimizer(
             return value
         else:  # fused kernels need the slots in the memory order of the weight
             copy = torch.empty_like(parameter, dtype=value.dtype, device="cpu")
-        return copy.copy_(value)  # aligned like any tensor: that too changes a product's rounding
+        return copy.copy_(value)  # in aligned memory: alignment also changes a product's rounding
 
     state: dict[int, dict[str, Any]] = {}
     for key, value in saved["slots"].items():
@@ -408,7 +408,7 @@ def load_optimizer(
     param_groups = [
         {name: unpack(value, read_for_group) for name, value in group.items() if name != "params"}
         | {"params": [index[name] for name in group["params"]]}
-        # the kernels for this device and sharding, not the ones used before
+        # the kernels for this device and sharding, not those of the saved run
         | {name: current[name] for name in ("fused", "foreach") if name in current}
         for group, current in zip(saved["groups"], optimizer.param_groups, strict=True)
     ]
@@ -419,7 +419,7 @@ def load_optimizer(
 
 
 def _restore_types(saved: Any, loaded: Any) -> Any:
-    """Undo load_state_dict's cast of all but `step` to the weight's dtype, and restore text."""
+    """Undo load_state_dict's cast to the weight's dtype (of all but `step`), and restore text."""
     if isinstance(saved, Tensor):
         return loaded if saved.dtype == loaded.dtype else saved.to(loaded.device)
     if isinstance(saved, dict):

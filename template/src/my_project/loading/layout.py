@@ -1,8 +1,8 @@
-"""How a global batch is divided into micro-batches, and how many steps a run has.
+"""Divide a global batch into micro-batches, and compute the number of steps of a run.
 
-Micro-batch m of a step goes to rank m % world size. Where the world size does not divide their
-number, some ranks have one fewer: they repeat their first with weight 0, since DDP and FSDP2
-need the same number of forward and backward passes on every rank.
+Micro-batch m of a step goes to rank m % world size. If their number is not a multiple of the world
+size, some ranks have one fewer: they repeat their first micro-batch with weight 0, since DDP and
+FSDP2 need the same number of forward and backward passes on every rank.
 """
 
 from dataclasses import dataclass
@@ -23,17 +23,17 @@ class BatchLayout:
 
     @property
     def micro_batch_size(self) -> int:
-        """Samples of the largest micro-batch, which is one forward pass on a rank."""
+        """Samples in the largest micro-batch; each micro-batch is one forward pass on a rank."""
         return -(-self.global_batch_size // self.micro_batches)
 
     @property
     def accumulation(self) -> int:
-        """Micro-batches per step on a rank, including one that it may repeat."""
+        """Passes per step on each rank, including one with a repeated micro-batch."""
         return -(-self.micro_batches // self.world_size)
 
     @property
     def idle_share(self) -> float:
-        """The share of the forward and backward passes of all ranks that repeat a micro-batch."""
+        """The share of all ranks' forward and backward passes that repeat a micro-batch."""
         return 1 - self.micro_batches / (self.accumulation * self.world_size)
 
     @property
@@ -57,7 +57,7 @@ class BatchLayout:
         return j * self.world_size + rank >= self.micro_batches
 
     def micro_batch(self, j: int, rank: int) -> int:
-        """Return which micro-batch pass j of a rank takes, numbered over all ranks."""
+        """Return the micro-batch of pass j on a rank; micro-batches are numbered over all ranks."""
         return rank if self.is_repeated(j, rank) else j * self.world_size + rank
 
     def passes(self, rank: int) -> list[tuple[int, bool]]:
@@ -74,15 +74,18 @@ class BatchLayout:
 
 
 def max_processes(config: BatchesConfig) -> int:
-    """Return the maximum number of processes: one per micro-batch, or per sample."""
+    """Return the maximum number of processes: one per micro-batch.
+
+    Without `micro_batch_size`, a micro-batch can be a single sample.
+    """
     return -(-config.global_batch_size // (config.micro_batch_size or 1))
 
 
 def batch_layout(config: BatchesConfig, world_size: int) -> BatchLayout:
     """Divide the global batch into micro-batches.
 
-    With a `micro_batch_size` the micro-batches are the same for any number of processes, otherwise
-    each process has one.
+    If `micro_batch_size` is set, the micro-batches are the same for any number of processes;
+    otherwise each process has one.
 
     Raises:
         ConfigError: there are fewer micro-batches than processes.

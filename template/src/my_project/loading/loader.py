@@ -43,7 +43,7 @@ class IndexedBatches:
 
         Args:
             config: the run's config.
-            data: map-style.
+            data: a map-style dataset.
             layout: how the global batch is divided.
             steps: the steps to train.
             accelerator: gives this process's rank and device.
@@ -63,8 +63,8 @@ class Fetch:
     """Fetch and collate one micro-batch, with the random state seeded by its samples.
 
     All of it happens in `__getitems__`, which a DataLoader calls once per micro-batch, in a worker
-    or in the training process. There it leaves the random state of the last sample, which does not
-    matter: each forward pass is seeded by itself.
+    or in the training process. In the latter, the random state of the last sample remains; this
+    does not matter, since each forward pass is seeded separately.
     """
 
     def __init__(
@@ -74,23 +74,23 @@ class Fetch:
 
         Args:
             data: the samples.
-            collate: None for torch's.
-            seed: the run's.
+            collate: the recipe's function; None for torch's default_collate.
+            seed: the run's seed.
             seed_samples: see BatchesConfig.
         """
         self.data = data
         self.seeds = SampleSeeds(seed, seed_samples)
         self.collate = collate or default_collate
-        # read a whole micro-batch in one call, as long as nothing is drawn
+        # read a whole micro-batch in one call, as long as it draws no random numbers
         self.reads_batches = seed_samples is not True and has_getitems(data)
-        self.reads_rows = collate is None and is_tensor_dataset(data)  # which draws nothing
+        self.reads_rows = collate is None and is_tensor_dataset(data)  # it draws no random numbers
         self.is_first = True
 
     def __getitems__(self, keys: Sequence[Key]) -> Any:
         if self.reads_rows:
             batch = read_rows(self.data, [index for _, index in keys])
         else:
-            epoch = keys[0][0]  # that of all samples of a micro-batch
+            epoch = keys[0][0]  # the same for all samples of a micro-batch
             tell_epoch(self.data, epoch if isinstance(epoch, int) else 0, self.seeds.seed)
             batch = self._read(keys)
             if self.seeds.missed_a_draw():
@@ -120,8 +120,8 @@ def has_getitems(data: Any) -> bool:
 def tell_epoch(data: Any, epoch: int, seed: int) -> None:
     """Call the `set_epoch` of a dataset, if it has one and was last told a different epoch.
 
-    Random numbers that it draws depend on the epoch. The epoch is kept in the dataset, which
-    training and evaluations may share, and of which each loader worker has a copy.
+    Random numbers that `set_epoch` draws depend on the epoch. The epoch is kept in the dataset
+    itself, since training and evaluations may share it, and each loader worker has a copy.
     """
     if callable(set_epoch := getattr(data, "set_epoch", None)):
         attributes = getattr(data, "__dict__", {})
@@ -137,7 +137,10 @@ def tell_epoch(data: Any, epoch: int, seed: int) -> None:
 
 
 def is_tensor_dataset(data: Any) -> bool:
-    """Return whether this is a TensorDataset or a Subset of one, not a subclass, which may draw."""
+    """Return whether this is exactly a TensorDataset or a Subset of one.
+
+    A subclass is not, since it may draw random numbers.
+    """
     while type(data) is Subset:
         data = data.dataset
     return type(data) is TensorDataset and all(t.layout is torch.strided for t in data.tensors)
@@ -169,9 +172,9 @@ def make_loader(config: BatchesConfig, data: Any, device: torch.device, **extra:
     workers = number_of_workers(config)
     if workers and (name := open_file_in(data)):
         raise ConfigError(
-            f"the dataset has an open file or database ({name}), whose offset the loader workers of"
-            f" each process ({workers}) would share, so that they would read wrong samples: open it"
-            " when the first sample is read, or set batches.workers to 0."
+            f"the dataset has an open file or database ({name}). The loader workers of each process"
+            f" ({workers}) would share its offset and read wrong samples: open it when the first"
+            " sample is read, or set batches.workers to 0."
         )
     workers = min(workers, extra.pop("max_workers", workers))
     defaults: dict[str, Any] = {
@@ -189,7 +192,7 @@ def make_loader(config: BatchesConfig, data: Any, device: torch.device, **extra:
             worker_init_fn=ignore_signals_except_parents,
             **defaults | config.loader | extra,
         )
-    except (TypeError, ValueError) as error:  # also for an option that is set here
+    except (TypeError, ValueError) as error:  # also for an option that this call sets itself
         raise ConfigError(f"batches.loader {config.loader}: {error}.") from error
 
 
@@ -219,7 +222,7 @@ def ignore_signals_except_parents(_: int) -> None:
     """Ignore signals in a loader worker: the training process handles them.
 
     A SIGTERM from the parent still ends the worker. If the parent ends without sending one (killed,
-    os._exit), the kernel kills the worker, which could hang otherwise.
+    os._exit), the kernel kills the worker, which otherwise could hang.
     """
     prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -238,7 +241,7 @@ def ignore_signals_except_parents(_: int) -> None:
     threading.Thread(target=wait_for_parent, name="signals", daemon=True).start()
 
 
-MAX_OBJECTS, MAX_PARTS = 10_000, 100  # to look at in a dataset, and in each object of it
+MAX_OBJECTS, MAX_PARTS = 10_000, 100  # objects to examine in a dataset, and parts of each object
 
 
 def open_file_in(data: object) -> str:
@@ -258,14 +261,14 @@ def open_file_in(data: object) -> str:
 
 
 def has_position(value: object) -> bool:
-    """Return whether this is an open file, pipe or database, which forked processes would share.
+    """Return whether this is an open file, pipe or database that forked processes would share.
 
-    A file in memory is not, nor one that is only written to, such as a log.
+    A file in memory does not count, nor does one that is only written to, such as a log.
     """
     if isinstance(value, io.IOBase):
         try:
             return value.readable() and value.fileno() > 2  # not stdin
-        except (OSError, ValueError):  # in memory; closed
+        except (OSError, ValueError):  # it is in memory, or closed
             return False
     return "sqlite3" in sys.modules and isinstance(value, sys.modules["sqlite3"].Connection)
 
@@ -285,7 +288,7 @@ class _TrialPickler(ForkingPickler):
 def check_sendable(batch: object) -> None:
     """Raise a ConfigError in a loader worker for a batch that its queue would drop silently.
 
-    The training process would wait for it until the watchdog ends the run.
+    Otherwise the training process would wait for the batch until the watchdog ends the run.
     """
     if get_worker_info() is None:
         return

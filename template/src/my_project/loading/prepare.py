@@ -25,7 +25,7 @@ def prepare_data(config: Config) -> DataInfo:
     """Call the recipe's prepare_data in one process first; the others find the work done.
 
     There is no timeout, since tokenizing can take hours. The random state does not depend on the
-    config's seed, since a cache must not depend on the run that fills it.
+    config's seed, since the content of a cache must not depend on the run that fills it.
 
     Returns:
         data_info.
@@ -60,7 +60,7 @@ def until_all_are_done(folder: Path, run_name: str) -> Iterator[None]:
             fcntl.lockf(file, fcntl.LOCK_SH)
         yield
         with suppress(OSError):
-            fcntl.lockf(file, fcntl.LOCK_UN)  # upgrading two shared locks would deadlock
+            fcntl.lockf(file, fcntl.LOCK_UN)  # two processes upgrading shared locks would deadlock
             fcntl.lockf(file, fcntl.LOCK_EX)
 
 
@@ -82,7 +82,7 @@ def in_turn(folder: Path) -> Iterator[None]:
 
 @contextmanager
 def first_alone(path: Path) -> Iterator[bool]:
-    """Let one process go first, alone, then all others together; yield whether this one is."""
+    """Let one process go first, alone, then all others together; yield whether this went first."""
     unfinished = path.with_suffix(".unfinished")  # exists until the first one has finished
     lock = FileLock(path, mode=0o666, poll_interval=0.2)
     held: AbstractContextManager

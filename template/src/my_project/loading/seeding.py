@@ -1,12 +1,13 @@
 """Derive the samples of each step, and all random numbers, from the run's seed.
 
-Step k is always global batch k: each epoch is one seeded permutation, cut into global batches, the
-tail dropped. Each global batch is cut into micro-batches, which the ranks take in turn (layout.py),
-so the samples of a step are the same for any world size. A start at any step costs nothing. To draw
-samples by weights, a recipe returns a dataset that draws (docs/how-to).
+Step k is always global batch k: each epoch is one seeded permutation, cut into global batches; an
+incomplete last batch is dropped. Each global batch is cut into micro-batches, which the ranks take
+in turn (layout.py), so the samples of a step are the same for any world size. A run can start at
+any step without delay. To draw samples by weights, a recipe returns a dataset that draws them
+(docs/how-to).
 
 Random numbers depend on the sample or the micro-batch, not on the process, so they are the same for
-any number of processes, and wherever a run was resumed.
+any number of processes, and after a resume at any step.
 """
 
 import hashlib
@@ -40,14 +41,14 @@ def _hash(text: str) -> "hashlib.blake2b":
 
 # ---- the samples of each step --------------------------------------------------------------------
 class Permutation:
-    """A random order of the numbers below size, computed in any part without the rest.
+    """A random order of the integers below `size`, any part of which is computed without the rest.
 
-    Each number is equally likely at every position. The order is a bijection with a key, as a block
-    cipher is of its blocks: a Feistel network over the bits of a position, whose results of size or
-    more are put through it again until they are below it (cycle walking; Black and Rogaway,
-    "Ciphers with Arbitrary Finite Domains", 2002). The round function is the finalizer of
-    SplitMix64 (Steele, Lea and Flood, "Fast Splittable Pseudorandom Number Generators", 2014). All
-    of it is integer arithmetic modulo 2**64, so the order is the same on every machine. A
+    Each integer is equally likely at every position. The order is a keyed bijection, like a block
+    cipher: a Feistel network over the bits of a position. A result of `size` or more is put through
+    the network again until it is below `size` (cycle walking; Black and Rogaway, "Ciphers with
+    Arbitrary Finite Domains", 2002). The round function is the finalizer of SplitMix64 (Steele, Lea
+    and Flood, "Fast Splittable Pseudorandom Number Generators", 2014). All arithmetic is on
+    integers modulo 2**64, so the order is the same on every machine. For comparison, a
     torch.randperm of 1e8 samples takes 3.7 s and 760 MB per process.
     """
 
@@ -55,7 +56,7 @@ class Permutation:
         """Derive the keys of one order.
 
         Args:
-            size: of the order, at most 2**63.
+            size: the number of samples, at most 2**63.
             seed: parts of the seed, as for derive_seed.
         """
         self.size = np.uint64(size)
@@ -65,14 +66,14 @@ class Permutation:
         self.keys = [np.uint64(derive_seed(*seed, number)) for number in range(ROUNDS)]
 
     def __call__(self, positions: np.ndarray) -> np.ndarray:
-        """Return the samples at these positions: integers below size, of any shape."""
+        """Return the samples at these positions, an array of integers below `size` of any shape."""
         flat = self._encrypt(positions.astype(np.uint64).ravel())
         while len(beyond := np.flatnonzero(flat >= self.size)):
             flat[beyond] = self._encrypt(flat[beyond])
         return flat.reshape(positions.shape)
 
     def _encrypt(self, numbers: np.ndarray) -> np.ndarray:
-        """Map the numbers below the next power of two onto each other."""
+        """Permute the numbers below the next power of two."""
         halves = [numbers >> self.low_bits, numbers & self.masks[1]]
         for number, key in enumerate(self.keys):
             changed = number % 2
@@ -97,20 +98,20 @@ def sample_keys(
 ) -> Iterator[list[tuple[int, int]]]:
     """Yield the samples of a rank in these steps as (epoch, index), a list per micro-batch.
 
-    The epoch is sent with the index, since persistent loader workers learn of it in no other way.
+    The epoch is sent with the index, since persistent loader workers cannot learn it otherwise.
     """
     size = layout.global_batch_size
     slices = [layout.positions(layout.micro_batch(j, rank)) for j in range(layout.accumulation)]
-    places = np.concatenate([np.arange(s.start, s.stop) for s in slices])  # in a global batch
+    positions = np.concatenate([np.arange(s.start, s.stop) for s in slices])  # in a global batch
     bounds = [*pairwise(np.cumsum([0, *map(len, slices)]).tolist())]
     steps_per_epoch = samples // size
     step = steps.start
     while step < steps.stop:
         epoch, batch = divmod(step, steps_per_epoch)
-        last = min(batch + max(1, BLOCK // places.size), steps_per_epoch)
+        last = min(batch + max(1, BLOCK // positions.size), steps_per_epoch)
         last = min(last, batch + steps.stop - step)
         starts = np.arange(batch, last) * size
-        for row in permutation(samples, seed, epoch)(starts[:, None] + places).tolist():
+        for row in permutation(samples, seed, epoch)(starts[:, None] + positions).tolist():
             for begin, end in bounds:
                 yield [(epoch, index) for index in row[begin:end]]
         step += last - batch
@@ -125,30 +126,31 @@ def seed_rng(seed: int) -> None:
 
 
 class SampleSeeds:
-    """Seed the global generators for each sample, those of Python and NumPy only where needed.
+    """Seed the global generators for each sample, those of Python and NumPy only if needed.
 
-    With "auto" these two are set to a known state before a micro-batch. If the next number of one
-    is then not the first of that state, something has been drawn from it: the micro-batch must be
-    read again, and from then on both are seeded for each sample. torch's generator is always
-    seeded, so torch.initial_seed() is the seed of the sample.
+    With mode "auto", these two are set to a known state before each micro-batch. If afterward the
+    next number of either is not the first of that state, a sample has drawn from it: the
+    micro-batch must be read again, and from then on both are seeded for each sample. torch's
+    generator is always seeded, so torch.initial_seed() is the seed of the sample.
     """
 
     def __init__(self, seed: int, mode: SeedSamples) -> None:
-        """Seed nothing yet; a mode of False never does."""
+        """Seed nothing yet; with mode False, no generator is ever seeded."""
         self.seed = seed
         self.mode = mode
         self.epoch: int | str | None = None
-        self.epoch_hash = _hash("")  # of what the seeds of an epoch have in common
+        self.epoch_hash = _hash("")  # of the parts that all seeds of an epoch begin with
         self.torch_state: torch.Tensor | None = None  # before samples that are read together
 
     def each(self, keys: Iterable[Key]) -> Iterator[int]:
         """Seed the generators for each sample, with derive_seed(seed, "sample", epoch, index).
 
         Args:
-            keys: a micro-batch, as (epoch, index); the epoch may be a lane, or an evaluation.
+            keys: the samples of a micro-batch as (epoch, index); a lane or an evaluation may stand
+                in for the epoch.
 
         Yields:
-            The index, while the generators are those of this sample.
+            The index of each sample, right after the generators are seeded for it.
         """
         seed_torch, mode = torch.default_generator.manual_seed, self.mode
         if mode == "auto":
@@ -168,13 +170,13 @@ class SampleSeeds:
             yield index
 
     def seed_together(self, keys: Sequence[Key]) -> list[int]:
-        """Seed for a micro-batch whose samples are read together, as for its first sample."""
+        """Seed once, as for the first sample of a micro-batch read in one call; return indices."""
         next(self.each(keys))
         self.torch_state = torch.default_generator.get_state()
         return [index for _, index in keys]
 
     def missed_a_draw(self) -> bool:
-        """Return whether a generator was used that was not seeded for each sample."""
+        """Return whether samples drew from a generator that was not seeded for each sample."""
         if self.mode != "auto":
             return False
         missed = random.random() != FROM_KNOWN_SEED
@@ -190,10 +192,10 @@ def seed_forward(seed: int, step: int | str, micro_batch: int, device: torch.dev
     """Seed the random state that the model uses (dropout) in one micro-batch.
 
     Args:
-        seed: of the run.
-        step: of training, or the name of an evaluation.
+        seed: the run's seed.
+        step: the training step, or the name of an evaluation.
         micro_batch: its number, counted over all ranks.
-        device: of the model.
+        device: the model's device.
     """
     derived = derive_seed(seed, "model", step, micro_batch)
     seed_rng(derived)

@@ -1,4 +1,4 @@
-"""Read data without length or index: a stream, in lanes that never end.
+"""Read a stream, which has neither a length nor an index, in lanes that never end.
 
 A lane is a logical shard of the stream, like a canonical node of MosaicML's streaming: it always
 feeds the same positions of a global batch, whatever rank reads it.
@@ -27,7 +27,7 @@ from .seeding import SampleSeeds, derive_seed, seed_rng
 
 
 def steps_of_stream(config: Config, stream: Stream, layout: BatchLayout) -> int:
-    """Return the number of steps, which the config must state; refuse lanes that do not divide."""
+    """Return the number of steps, which the config must set; refuse lanes that do not fit."""
     size, lanes = layout.global_batch_size, stream.lanes
     if lanes < 1 or size % lanes or lanes % layout.micro_batches:
         numbers = [n for n in range(layout.world_size, lanes + 1) if lanes % n == size % lanes == 0]
@@ -51,17 +51,17 @@ def steps_of_stream(config: Config, stream: Stream, layout: BatchLayout) -> int:
 class LaneReader(IterableDataset):
     """Yield, for each micro-batch of a rank, the samples of this worker's lanes.
 
-    A worker reads its own lanes only, so that no data is read twice; they are opened in the process
-    that reads them. It yields {lane: (samples, state)}: the state is a copy of the lane's state
+    A worker reads only its own lanes, so no data is read twice; lanes are opened in the process
+    that reads them. Each item is {lane: (samples, state)}: the state is a copy of the lane's state
     after these samples, or None if the lane has no state_dict.
     """
 
     stream: Stream
-    lanes: Sequence[Sequence[int]]  # of each micro-batch of a step
-    per_step: int  # samples of a lane in a step
+    lanes: Sequence[Sequence[int]]  # for each micro-batch of a step, its lanes
+    per_step: int  # samples per lane and step
     start: int  # samples to skip in each lane
     seeds: SampleSeeds  # its mode is not auto, which would have to read samples again
-    states: Mapping[int, Json]  # after `start` samples, of the lanes that have one
+    states: Mapping[int, Json]  # by lane, after `start` samples, for lanes that have a state
 
     def __iter__(self) -> Iterator[dict[int, tuple[list, Json]]]:
         """Read without end."""
@@ -115,9 +115,9 @@ def plain(state: Json) -> Json:
 class StreamBatches:
     """The micro-batches of one rank, read from the lanes of a stream.
 
-    Lane i feeds positions i * n to (i + 1) * n - 1 of every global batch, n being the global batch
-    size over the number of lanes. So the position of each sample follows from the step, for any
-    world size that the lanes allow, and a rank reads its own lanes only.
+    Lane i feeds positions i * n to (i + 1) * n - 1 of every global batch, where n is the global
+    batch size divided by the number of lanes. So the position of each sample follows from the step,
+    for any world size that the lanes allow, and a rank reads only its own lanes.
     """
 
     def __init__(
@@ -137,7 +137,7 @@ class StreamBatches:
             layout: how the global batch is divided.
             steps: the steps to train.
             accelerator: gives this process's rank and device.
-            states: of the lanes at steps.start, as stream_states has returned them.
+            states: the states of the lanes at steps.start, as returned by stream_states.
         """
         self.config = config
         self.data = data
@@ -159,7 +159,7 @@ class StreamBatches:
     def stream_states(self) -> list[Json]:
         """Return the states of all lanes after the last step, on rank 0. Called by every rank.
 
-        It is [] if the lanes have none, and on all ranks but 0, which saves them.
+        The list is empty if the lanes have no state, and on all ranks except 0, which saves them.
         """
         states: dict[int, Json] = {}
         for rank_states in gather_on_main(self.accelerator, self.states):
@@ -191,17 +191,17 @@ class StreamBatches:
         parts = iter(loader)
         passes = self.layout.passes(self.accelerator.process_index)
         for step in self.steps:
-            kept: list[Any] = []  # the samples of the first micro-batch, if that is repeated
+            kept: list[Any] = []  # the samples of the first micro-batch, if it is repeated
             for j, (micro_batch, is_repeated) in enumerate(passes):
                 samples: dict[int, list[Any]] = {}
-                # one part per worker, which the DataLoader asks in turn
+                # one part from each worker, in the DataLoader's round-robin order
                 for _ in range(0 if is_repeated else max(1, loader.num_workers)):
                     for lane, (read, state) in next(parts).items():
                         samples[lane] = read
                         self.states[lane] = state  # None replaces an older state
                 read = [sample for lane in sorted(samples) for sample in samples[lane]] or kept
                 if j == 0 and passes[-1][1]:
-                    kept = copy.deepcopy(read)  # collate may change them
+                    kept = copy.deepcopy(read)  # since collate may change its samples
                 seed_rng(derive_seed(config.seed, "collate", step, micro_batch))
                 batch = collate(read)
                 if device.type == "cuda":

@@ -50,8 +50,8 @@ logger = logging.getLogger(__name__)
 def fetch_from_mirror(config: Config) -> None:
     """If the run has a mirror, fetch from it what the run folder lacks.
 
-    Called by every process before any process group starts, since it can be slow. One process of
-    each node does it, since the folder may be local to a node.
+    Called by every process before any process group starts, since a fetch can be slow. One process
+    of each node fetches, since the folder may be local to a node.
 
     Raises:
         ConfigError: the mirror cannot be used, or holds a different run.
@@ -69,7 +69,7 @@ def fetch_from_mirror(config: Config) -> None:
 
 
 def fetch_in_turn(store: Store, folder: Path, **options: Any) -> None:
-    """Call fetch_run in one process of each node; where they share the folder, one goes first."""
+    """Call fetch_run in one process of each node; if nodes share the folder, one goes first."""
     lock = folder.with_name(f".{folder.name}.fetch.{socket.gethostname()}.lock")
     with first_alone(lock) as is_first:
         if is_first:
@@ -85,16 +85,16 @@ def fetch_run(
     is_copy: bool = False,
     only: int | None = None,
 ) -> None:
-    """Bring a run folder up to date with its mirror, up to the newest intact checkpoint of both.
+    """Bring a run folder up to date with its mirror, up to the newest intact checkpoint in either.
 
     run.json is written last, so the next call repeats a fetch that was killed.
 
     Args:
         store: the mirror.
         folder: the run folder, or the path that it will have.
-        starts_over: --resume never is given.
-        is_copy: nothing is trained in the folder.
-        only: the step of the only checkpoint that is needed.
+        starts_over: whether --resume never is given.
+        is_copy: whether the folder is a copy, in which nothing is trained.
+        only: the step of the only checkpoint that is needed; None: any.
 
     Raises:
         ConfigError: the mirror holds a different run.
@@ -106,7 +106,7 @@ def fetch_run(
     if is_copy and local.run != remote:
         discard(folder)
     elif local.run not in ("", remote):
-        if starts_over:  # an earlier try was killed after it had moved one of the two runs aside
+        if starts_over:  # an earlier start was killed after it had moved only one run aside
             return
         raise ConfigError(
             f"{store.url} holds run {remote}, but {folder} holds run {local.run}: choose"
@@ -130,7 +130,7 @@ def fetch_run(
         if name in names:
             _fetch_text(store, folder / name)
     if "evaluations.jsonl" in names and not (folder / "evaluations.jsonl").exists():
-        _fetch_text(store, folder / "evaluations.jsonl")  # if it exists, follow is writing it here
+        _fetch_text(store, folder / "evaluations.jsonl")  # an existing one is written by follow
     codes = [name for name in names if re.fullmatch(r"starts/[\w.-]+/[\w.-]+", name)]
     transfer(store.fetch, codes, map(folder.joinpath, codes))
     _fetch_metrics(store, folder / "metrics.jsonl", chain(parts_among(names)))
@@ -142,7 +142,7 @@ def fetch_run(
 
 
 def _has_ended_since(store: Store, folder: Path) -> bool:
-    """Return whether the mirror's status.json differs, as after a run's last checkpoint."""
+    """Return whether the mirror's status.json differs: it changes after a run's last checkpoint."""
     with suppress(FileNotFoundError):
         return store.read("status.json") != read_own(folder / "status.json")
     return True
@@ -158,7 +158,7 @@ def _find_difference(hashes: dict[str, str], folder: Path) -> str:
 
 def _fetch_text(store: Store, path: Path) -> None:
     text = store.read(path.name).decode(errors="replace")
-    if path.name == "starts.jsonl":  # the launcher has written this start to the local one
+    if path.name == "starts.jsonl":  # the launcher has written this start to the local file
         with suppress(FileNotFoundError):
             own = read_own(path).decode(errors="replace").splitlines(keepends=True)
             text += "".join(line for line in own if line not in text)
@@ -185,7 +185,7 @@ def _fetch_folder(
 ) -> bool:
     """Fetch a folder of the run and put it in place if it is intact; return whether it is."""
     final = folder / name
-    # clean_up removes such names
+    # clean_up removes folders with such names
     temporary = final.with_name(f".{final.name}_0_{uuid.uuid4().hex}{PARTIAL}")
     try:
         with suppress(FileNotFoundError):  # it was removed or replaced just now
@@ -216,11 +216,11 @@ def in_every_folder(accelerator: Accelerator, run: Run, candidates: list[Path]) 
 
 
 def local_copy(path: str, only: int | None = None) -> Path:
-    """Copy what is at a URL into a temporary folder; return its path there.
+    """Copy the folder at a URL into a temporary folder; return the path of the copy.
 
     Args:
         path: the URL of a run in its mirror, of its best/ or export/, or of a checkpoint.
-        only: the step of the only checkpoint that is needed; -1: none is.
+        only: the step of the only checkpoint that is needed; -1 for none, None for any.
 
     Raises:
         ConfigError: there is no run at the URL.
@@ -242,7 +242,7 @@ def fetch_next(given: str, is_wanted: Callable[[dict[str, str]], bool]) -> None:
 
     Args:
         given: the URL; nothing is done for a path.
-        is_wanted: gets the hashes of a checkpoint's files, by name.
+        is_wanted: called with the hashes of a checkpoint's files, by name.
     """
     from ..checkpoint.resuming import remove
 
@@ -268,7 +268,7 @@ def send_evaluations(given: str, path: Path) -> None:
 
     Args:
         given: the URL of the run; nothing is done for a path.
-        path: of the file.
+        path: the file.
     """
     if "://" in given:
         try:

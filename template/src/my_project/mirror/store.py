@@ -1,12 +1,12 @@
-"""What a mirror is: a folder of an object store, with the files of a run.
+"""Read and write a mirror: a folder of an object store, with the files of a run.
 
     <checkpoints.mirror>/<run_name>/
       checkpoints/step_00000100/   as in the run folder; its manifest.json is uploaded last
-      best/, export/               best.json and export.json list their files, and come last
+      best/, export/               best.json and export.json list their files; uploaded last
       metrics/                     metrics.jsonl in parts: a save uploads what is new
       config.yaml, run.json, status.json, starts.jsonl, starts/
 
-Any URL that fsspec knows is a mirror; fsspec is imported when one is given.
+Any URL that fsspec supports can be a mirror; fsspec is imported when one is given.
 """
 
 import hashlib
@@ -28,7 +28,7 @@ from ..files import ConfigError, TransientError, flush_to_disk
 from ..safety.redaction import mask
 
 FOLDERS = ("best", "export")
-BLOCK_BYTES = 16 << 20  # of one request; S3 takes 10,000 for an object
+BLOCK_BYTES = 16 << 20  # of one request; S3 accepts 10,000 of them per object
 THREADS = 4  # that transfer files of a folder
 PARTIAL = ".partial"
 IN_CHECKPOINT = re.compile(r"(checkpoints/step_(\d{8,}))/([^/]+)")
@@ -42,7 +42,7 @@ class Store:
         """Store the URL; the first request connects.
 
         Args:
-            url: of the folder, with any protocol that fsspec knows.
+            url: the URL of the folder, with any protocol that fsspec supports.
 
         Raises:
             ConfigError: the protocol is unknown, or its package is missing.
@@ -69,7 +69,8 @@ class Store:
         """Turn the exceptions of a store's library into an OSError without secrets.
 
         Args:
-            may_be_missing: raise FileNotFoundError as it is; else it means that there is no bucket.
+            may_be_missing: whether to raise a FileNotFoundError unchanged; otherwise it means that
+                the bucket does not exist.
         """
         try:
             yield
@@ -112,12 +113,12 @@ class Store:
         """Replace a file.
 
         Args:
-            name: of the file.
+            name: the name of the file.
             content: its new content, or the local file to copy.
 
         Raises:
             FileNotFoundError: there is no such local file.
-            OSError: it cannot be written, or has a different size afterwards.
+            OSError: it cannot be written, or has a different size afterward.
         """
         target = f"{self.root}/{name}"
         at = f"{target}{PARTIAL}" if self.is_local else target  # other stores replace atomically
@@ -143,7 +144,7 @@ class Store:
         flush_to_disk(path)
 
     def remove(self, *names: str) -> None:
-        """Remove files, one after the other; a missing one is ignored."""
+        """Remove files, one after the other; missing files are ignored."""
         for name in names:
             with suppress(FileNotFoundError), self._errors():
                 self.fs.rm_file(f"{self.root}/{name}")
@@ -151,7 +152,7 @@ class Store:
     def move_aside(self) -> str:
         """Move all files to an unused URL beside this one, and return it.
 
-        They are copied first. Then the JSON files, which complete a folder, are removed first.
+        All files are copied, then removed: the JSON files, which mark a folder as complete, first.
         """
         names, number = self.names(), 1
         while (aside := Store(f"{self.url}.old-{number}")).names():
@@ -197,10 +198,10 @@ def complete_steps(names: list[str]) -> list[int]:
 class Part:
     """A part of metrics.jsonl: an object of the mirror, whose name contains all these fields."""
 
-    number: int  # of the upload; a later one replaces what it overlaps
-    begin: int  # its first byte
+    number: int  # of the upload; a higher number replaces the parts that it overlaps
+    begin: int  # offset of its first byte
     size: int  # in bytes
-    digest: str  # their SHA-256
+    digest: str  # the SHA-256 of its bytes
 
     @property
     def name(self) -> str:
@@ -222,7 +223,7 @@ def parts_among(names: list[str]) -> list[Part]:
 def chain(parts: list[Part]) -> list[Part]:
     """Return the parts that make up the newest metrics.jsonl of a mirror, in order.
 
-    Replaced parts, and those that an interrupted upload has left, are not among them.
+    Replaced parts and leftovers of interrupted uploads are not among them.
     """
     result: list[Part] = []
     for part in sorted(parts, key=lambda part: part.number, reverse=True):
@@ -232,7 +233,7 @@ def chain(parts: list[Part]) -> list[Part]:
 
 
 def parts_to_keep(parts: list[Part], size: int) -> list[Part]:
-    """Return the parts to keep when a file has grown to a size; a new part contains the rest.
+    """Return the parts to keep when a file has grown to `size` bytes; a new part has the rest.
 
     A part no larger than the new one is merged into it. So there are few parts, and a byte is
     uploaded again only as often as the file doubles.
@@ -265,7 +266,7 @@ def credential_errors() -> tuple[type[Exception], ...]:
 
 @contextmanager
 def store_needed(store: Store) -> Iterator[None]:
-    """Turn an error of a store into a ConfigError, which ends a start: it needs the store."""
+    """Turn a store's error into a ConfigError, which ends the start: a start needs the store."""
     try:
         yield
     except PermissionError as error:

@@ -1,7 +1,7 @@
 """Upload a run to its mirror, in a thread of rank 0.
 
 The run folder stays authoritative while the machine lives. What is new is uploaded after each save;
-a slow or failed upload costs no step, and the next save tries again.
+training does not wait for an upload, and if one fails, the next save tries again.
 """
 
 import hashlib
@@ -46,11 +46,11 @@ FILES = ("config.yaml", "run.json", "status.json", "starts.jsonl")  # uploaded w
 WAIT_SECONDS = 20.0  # between two collectives while rank 0 uploads
 COLLECT_SECONDS = 1.0  # between two listings of what other nodes have written
 PARTS = "parts"  # the folder for files of saves, on their way from other nodes to rank 0
-TRIES = 4  # of the last upload of a run
+TRIES = 4  # for the last upload of a run
 
 
 def start_mirror(accelerator: Accelerator, saving: Checkpoints) -> None:
-    """Upload the saves of a run from now on, if it has a mirror. Called by every rank.
+    """If the run has a mirror, upload its saves from now on. Called by every rank.
 
     Raises:
         ConfigError: nothing can be written there.
@@ -59,18 +59,18 @@ def start_mirror(accelerator: Accelerator, saving: Checkpoints) -> None:
         mirror = saving.mirror = Mirror(saving)
         on_main_then_broadcast(accelerator, mirror.begin)
         mirror.share_status(accelerator)
-        if mirror.has_other_disk:  # which keeps what earlier starts have fetched
+        if mirror.has_other_disk:  # that disk still has what earlier starts have fetched
             for folder in checkpoints(mirror.run.folder)[: -saving.config.checkpoints.keep]:
                 remove(folder)
 
 
 def finish_mirror(accelerator: Accelerator, saving: Checkpoints, *, is_stop: bool) -> None:
-    """Wait until the mirror contains the end of a run. Called by every rank.
+    """Wait until the mirror contains the final state of a run. Called by every rank.
 
     Args:
-        accelerator: of this process.
-        saving: saves the run.
-        is_stop: the run was asked to stop, so it waits for checkpoints.mirror_seconds at most.
+        accelerator: this process's Accelerator.
+        saving: the run's Checkpoints.
+        is_stop: whether the run was asked to stop; it then waits for mirror_seconds at most.
 
     Raises:
         TransientError: the run has finished, but its end could not be uploaded in TRIES tries.
@@ -88,22 +88,22 @@ class Mirror:
     """Upload a run, in a thread of rank 0."""
 
     def __init__(self, saving: Checkpoints) -> None:
-        """Prepare; `begin` starts the thread, on rank 0."""
+        """Upload nothing yet; `begin` starts the thread, on rank 0."""
         self.run = saving.run
         self.saving = saving
         self.store = Store(url_of(self.run.config))
-        self.needed: set[int] = set()  # the step of a checkpoint that is read, so it must stay
+        self.needed: set[int] = set()  # the step of the checkpoint being uploaded: it must stay
         self.failure: Exception | None = None  # of the newest upload
         self._superseded: ConfigError | None = None  # another launch has begun the run
         self._sent: dict[str, object] = {}  # what the mirror contains so far, by name
         self._parts: list[Part] | None = None  # of metrics.jsonl
-        self._requested = self._done = 0  # uploads; one that failed is done
-        self._tries = 0  # of the last upload
+        self._requested = self._done = 0  # number of uploads; a failed one is done
+        self._tries = 0  # for the run's last upload
         self._collected_at = -math.inf
         self._changed = threading.Condition()
 
     def begin(self) -> None:
-        """Take the mirror over for this launch, and move aside what does not belong to its run.
+        """Take over the mirror for this launch, and move aside what does not belong to its run.
 
         Raises:
             ConfigError: nothing can be written there.
@@ -111,7 +111,7 @@ class Mirror:
         with store_needed(self.store):
             names = self.store.names()
             before = self.store.read_json("run.json").get("run")
-            if before not in (None, self.run.id):  # --resume never
+            if before not in (None, self.run.id):  # the run was started with --resume never
                 self.store.move_aside()
                 names = []
             for step in complete_steps(names):
@@ -126,12 +126,12 @@ class Mirror:
                 self._put_file(name)
             matches = filter(None, map(IN_CHECKPOINT.fullmatch, names))
             complete = {*map(checkpoint_name, complete_steps(names))}
-            # of checkpoints whose upload was killed
+            # files of checkpoints whose upload was killed
             self.store.remove(*(match[0] for match in matches if match[1] not in complete))
         threading.Thread(target=self._work, name="mirror", daemon=True).start()
 
     def check(self) -> None:
-        """Raise a TransientError if another launch has taken the mirror over."""
+        """Raise a TransientError if another launch has taken over the mirror."""
         if self._superseded:
             raise self._superseded
 
@@ -147,14 +147,14 @@ class Mirror:
             return self._changed.wait_for(lambda: self._done == self._requested, seconds)
 
     def has_finished(self, deadline: float) -> bool:
-        """Wait for a while for the upload of the run's end; return whether it is over.
+        """Wait up to WAIT_SECONDS for the run's last upload; return whether the wait is over.
 
         Args:
-            deadline: the time.monotonic() until which to wait; with math.inf, a failure of all
-                tries is an error, else a warning.
+            deadline: the time.monotonic() until which to wait in all; if it is math.inf, a failure
+                of all tries is an error, otherwise a warning.
 
         Raises:
-            ConfigError: all tries have failed, or another launch has taken the mirror over.
+            ConfigError: all tries have failed, or another launch has taken over the mirror.
         """
         if not self._tries:
             self._tries = 1
@@ -205,7 +205,7 @@ class Mirror:
         for path in sorted(own, key=lambda path: path.suffix != ".safetensors"):
             self.store.write(f"{PARTS}/{temporary.name}/{path.name}", path)
             path.unlink()
-        with suppress(OSError):  # other ranks of this node write there
+        with suppress(OSError):  # it is not empty while other ranks of this node write there
             temporary.rmdir()
 
     def collect_parts(self, temporary: Path) -> None:
@@ -249,9 +249,9 @@ class Mirror:
                 self._changed.notify_all()
 
     def _upload_new(self) -> None:
-        """Upload what is new, in an order in which a kill at any time loses no record."""
+        """Upload what is new, in an order such that a kill at any time loses no record."""
         self._check_fence()
-        # read first, so that best/ and the records that they refer to are uploaded before them
+        # read first, uploaded last: best/ and the records that manifests refer to come before them
         manifests = []
         for folder in checkpoints(self.run.folder):
             with suppress(FileNotFoundError):  # a save has removed it just now
@@ -265,7 +265,7 @@ class Mirror:
             newest, text = manifests[-1]
             state = json.loads(text)["manifest"]["state"]
             steps = {checkpoint_step(folder) for folder, _ in manifests}
-            # one that the next save removes is not uploaded
+            # a checkpoint that the next save removes is not uploaded
             wanted = kept_steps(steps, self.run.config.checkpoints, state, keep=1)
             for folder, text in reversed(manifests):
                 if checkpoint_step(folder) in wanted:
@@ -277,7 +277,7 @@ class Mirror:
             self._put_file(name)
 
     def _check_fence(self) -> None:
-        # if it cannot be read, an upload fails; only another launch ends the run
+        # if run.json cannot be read, this upload fails; only another launch's run.json ends the run
         if json.loads(self.store.read("run.json")).get("launch") != self.run.token:
             raise TransientError(
                 f"another launch has begun this run at {self.store.url}, so this older one ends"
@@ -353,11 +353,11 @@ class Mirror:
         self._sent[name] = text
 
     def _rotate(self, names: list[str], state: dict[str, Json], newest: int) -> None:
-        """Remove checkpoints that need not be kept, each one's manifest first.
+        """Remove checkpoints that need not be kept, the manifest of each first.
 
-        Also parts of those that a save removed while they were uploaded.
+        This includes partial uploads of checkpoints that a save removed during the upload.
         """
-        # an older launch may have uploaded a newer one, which does not count
+        # an older launch may have uploaded a newer checkpoint, which does not count
         steps = {newest, *(step for step in complete_steps(names) if step < newest)}
         kept = kept_steps(steps, self.run.config.checkpoints, state)
         older = {int(match[2]) for match in map(IN_CHECKPOINT.fullmatch, names) if match}
@@ -369,5 +369,5 @@ class Mirror:
 
 def mark_of(folder: Path) -> tuple[int, int]:
     """Return values that change when a folder is replaced."""
-    about = folder.stat()
-    return about.st_ino, about.st_mtime_ns
+    stat = folder.stat()
+    return stat.st_ino, stat.st_mtime_ns
