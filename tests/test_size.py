@@ -17,12 +17,12 @@ REPOSITORY = Path(__file__).resolve().parents[1]
 TEMPLATE = REPOSITORY / "template"
 PACKAGE = TEMPLATE / "src/my_project"
 CEILINGS = {
-    "lines of train.py and all that it imports": 8_543,
+    "lines of train.py and all that it imports": 8_540,
     "files of train.py and all that it imports": 55,
-    "lines of the package without tools/": 11_215,
-    "lines of tools/": 2_543,
+    "lines of the package without tools/": 11_212,
+    "lines of tools/": 2_542,
     "lines of template/tests": 4_268,
-    "lines of template/tests and tests": 21_557,
+    "lines of template/tests and tests": 21_555,
     "settings": 60,
     "methods of a recipe": 14,
     "lines of launching/": 2_030,
