@@ -158,8 +158,8 @@ def sums_problem(returned: Callable[[int, int], np.ndarray], count: int) -> str:
     names = ("loss_sum", loss_adds_up), ("num_items", items_add_up)
     wrong = " and ".join(name for name, adds_up in names if not adds_up)
     return (
-        f"must return sums, but its {wrong} is not one: of {count} samples it returned"
-        f" {whole[0]:.5g} and {whole[1]:.5g} items, of their halves {first[0]:.5g} and"
+        f"must return sums, but its {wrong} did not add up: for {count} samples it returned"
+        f" {whole[0]:.5g} and {whole[1]:.5g} items, for their halves {first[0]:.5g} and"
         f" {first[1]:.5g} items, {second[0]:.5g} and {second[1]:.5g} items. The weights would"
         " depend on the number of processes. Return the sum of the per-item losses (such as"
         ' reduction="sum") and the number of items in it, both without padding; or, for a loss that'
