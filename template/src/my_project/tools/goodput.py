@@ -1,4 +1,4 @@
-"""What the time of a run was spent on."""
+"""Compute what the time of a run was spent on."""
 
 import math
 from bisect import bisect_right
@@ -9,7 +9,7 @@ from ..files import is_number
 from ..run_files import ENDED, Status, each_start, kind_of, records
 from ..words import format_seconds
 
-GOOD = 0.9  # the share of the time that trained kept steps, below which it is shown
+GOOD = 0.9  # a goodput (share of the time that trained kept steps) below this is shown
 START_SECONDS = 60.0  # a run that has kept no step in this time has no goodput to show yet
 PAUSES = {"checkpoint": "saving", "evaluation": "evaluation"}  # by the kind of their records
 PARTS = ("kept", "startup", "lost", "saving", "evaluation", "data", "ending")
@@ -19,15 +19,15 @@ def goodput(folder: Path) -> dict[str, Any]:
     """Return what the time of a run was spent on, as fractions by name; {} without starts.jsonl.
 
     Returns:
-        "launcher" and "calendar", over the time in which a launcher ran and over that since the
-        first one began: "seconds", and the share of each of PARTS; in the calendar also "down".
-        "unknown_starts": those by accelerate launch or torchrun, of which no line says anything.
+        "launcher" (the time in which a launcher ran) and "calendar" (the time since the first
+        launcher began): "seconds", and the share of each of PARTS; in "calendar" also "down".
+        "unknown_starts": the number of starts by accelerate launch or torchrun, which have no line.
     """
     if not (starts := each_start(folder)):
         return {}
-    kept_step = math.inf  # from which later starts have continued
+    kept_step = math.inf  # the lowest step from which a later start has continued
     for start in reversed(starts):
-        is_lost = start.get("outcome", "finished") not in ENDED  # finished: it may be under way
+        is_lost = start.get("outcome", "finished") not in ENDED  # without one, it may be under way
         start["kept_step"] = min(kept_step, (start.get("checkpoint") or 0) if is_lost else math.inf)
         start["is_lost"] = is_lost or (start.get("step") or 0) > start["kept_step"]
         if start.get("from_step") is not None:
@@ -72,18 +72,18 @@ def goodput(folder: Path) -> dict[str, Any]:
 
 
 def number(record: dict[str, Any], name: str) -> float:
-    """Return a number of a record; 0 where it is damaged."""
+    """Return a number of a record; 0 if it is missing or damaged."""
     return record[name] if is_number(record.get(name)) else 0.0
 
 
 def shares(seconds: dict[str, float], whole: float) -> dict[str, float]:
-    """Return the share of each part in the whole, whose seconds are the first item."""
-    found = {name: round(part / (whole or 1), 4) for name, part in seconds.items()}
-    return {"seconds": round(whole, 1)} | found
+    """Return the seconds of the whole, then the share of each part in it."""
+    fractions = {name: round(part / (whole or 1), 4) for name, part in seconds.items()}
+    return {"seconds": round(whole, 1)} | fractions
 
 
 def in_words(status: Status) -> str:
-    """Return the goodput in a status.json as a line; "" where it is good or says nothing yet."""
+    """Return the goodput in a status.json as a line; "" if it is good or says nothing yet."""
     calendar = status.calendar
     if not {"kept", "seconds"} <= calendar.keys():
         return ""

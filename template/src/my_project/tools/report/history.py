@@ -40,18 +40,18 @@ class History:
     last: dict[str, Any] = field(default_factory=lambda: {"step": 0})  # the last record
     steps: np.ndarray = field(default_factory=lambda: np.zeros(0))  # of the intervals
     curves: dict[str, np.ndarray] = field(default_factory=dict)  # of the intervals; NaN: no value
-    starts: list[dict[str, Any]] = field(default_factory=list)  # with "last" step and "end"
-    evaluations: list[dict[str, Any]] = field(default_factory=list)  # with "results"
+    starts: list[dict[str, Any]] = field(default_factory=list)  # records; `note` adds fields
+    evaluations: list[dict[str, Any]] = field(default_factory=list)  # `note` adds "results"
     checkpoints: list[dict[str, Any]] = field(default_factory=list)
     checks: list[dict[str, Any]] = field(default_factory=list)  # records of what checks have found
 
     @property
     def best(self) -> tuple[str, dict[str, Any]]:
-        """Return the name of the best_metric, and the best evaluation; "" and {} without one."""
+        """Return the name of the best_metric, and the best evaluation; "" and {} if none."""
         name = text(self.run.settings.get("evaluation.best_metric"))
-        known = [e for e in self.evaluations if math.isfinite(e["results"].get(name, math.nan))]
+        finite = [e for e in self.evaluations if math.isfinite(e["results"].get(name, math.nan))]
         choose = min if self.run.settings.get("evaluation.best_mode") == "min" else max
-        best = choose(known, key=lambda record: record["results"][name], default={})
+        best = choose(finite, key=lambda record: record["results"][name], default={})
         return (name, best) if best else ("", {})
 
     @property
@@ -118,7 +118,7 @@ def has_valid_step(record: dict[str, Any]) -> bool:
 
 
 def note_followed(history: History) -> None:
-    """Add the evaluations beside training, for steps that training has not evaluated itself."""
+    """Add evaluations by `evaluate --follow`, for steps that training has not evaluated itself."""
     evaluated = {record["step"] for record in history.evaluations}
     records = [*history.run.each_record("evaluations.jsonl")]
     # if a step was trained again, its last record counts
@@ -131,13 +131,13 @@ def note_followed(history: History) -> None:
 
 
 def note(history: History, record: dict[str, Any]) -> None:
-    """Add a record of any kind but "interval"."""
+    """Add a record to the history; it may be of any kind except "interval"."""
     kind = kind_of(record)
     if kind == "start":
         size, hosts = record.get("world_size"), record.get("hosts")
-        known = {"world_size": size if type(size) is int else 0, "changed": "", "end": ""}
-        known["hosts"] = Counter(map(text, hosts if isinstance(hosts, list) else []))
-        history.starts.append(record | known)
+        fields = {"world_size": size if type(size) is int else 0, "changed": "", "end": ""}
+        fields["hosts"] = Counter(map(text, hosts if isinstance(hosts, list) else []))
+        history.starts.append(record | fields)
     elif kind == "stop" and history.starts:
         history.starts[-1]["end"] = f"preempted: {text(record.get('reason'))}"
     elif kind == "evaluation":
