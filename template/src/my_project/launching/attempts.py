@@ -113,7 +113,7 @@ class Starts:
 
         Args:
             codes: exit codes by rank; None: still running.
-            seconds: time since the first failure, here or on another node; negative if none.
+            seconds: time since the first failure, here or on another node; negative: no failure.
         """
         if self._lines and self.has_begun:
             self.write()

@@ -9,7 +9,7 @@
 It takes the options of accelerate launch, and accelerate's own code translates them and the config
 file to environment variables. Several nodes meet at node 0, whose address and port are
 --main_process_ip and --main_process_port (or main_process_port in the config file): give all nodes
-the same ones, and each run its own port. A single node uses any free port. In order, the command
+the same two, and each run its own port. A single node uses any free port. In order, the command
 1. prints one line: this node's rank, ranks of its processes, address, precision and run folder;
 2. with several nodes, waits until all have joined and can reach each other (nodes.py);
    with --min_machines, the run goes on without nodes that leave, and takes in nodes that join;
@@ -101,7 +101,7 @@ TRAIN = f"{PACKAGE}.train"
 PREFLIGHT = f"{PACKAGE}.tools.preflight"
 # Modules that the loop imports inside its functions in every run.
 DEFERRED = ("torch._dynamo", "torch.distributed.algorithms.ddp_comm_hooks", "accelerate")
-RESTARTS = 3  # default of --max_restarts: restarts in place in a row without a new step
+RESTARTS = 3  # default of --max_restarts: consecutive restarts in place without a new step
 NO_RESTARTS = Starts(folder=Path(), limit=0)
 RESTART_SECONDS = 60.0  # how long the nodes wait for each other after a failure
 GO_ON_SECONDS = 30.0  # the same if the run can go on without the missing nodes (--min_machines)
@@ -408,7 +408,7 @@ def _parser() -> argparse.ArgumentParser:
         "min_machines": (0, "number of nodes that is enough to go on when others are lost"),
         "wait_for_node_0": (0.0, "seconds to wait for a new node 0 after a loss; 0: end the run"),
         "lost_node_seconds": (30.0, "seconds a host may be silent before its node counts as lost"),
-        "max_restarts": (RESTARTS, "restarts in place in a row without a new step"),
+        "max_restarts": (RESTARTS, "limit on consecutive restarts in place without a new step"),
     }
     for name, (default, help_text) in options.items():
         parser.add_argument(f"--{name}", type=type(default), default=default, help=help_text)
@@ -429,7 +429,7 @@ def prepare_environment() -> None:
         ConfigError: there is no folder for temporary files, and an import may need one.
     """
     never_fail_to_print()
-    check_temporary_folder(has_workers=False)  # training processes check for loader workers
+    check_temporary_folder(has_workers=False)  # training processes check again, for loader workers
     for name in [name for name in os.environ if NOT_INHERITED.fullmatch(name)]:
         del os.environ[name]
     if names := [name for name in os.environ if ACCELERATE_VARIABLES.fullmatch(name)]:
@@ -437,7 +437,7 @@ def prepare_environment() -> None:
         print(f"{what}: {', '.join(sorted(names))}", flush=True)
         for name in names:
             del os.environ[name]
-    os.environ["LAUNCH_TIME"] = str(time.time())  # stop_after starts here, also after restarts
+    os.environ["LAUNCH_TIME"] = str(time.time())  # stop_after counts from now, also after restarts
     # when imported, pyarrow's allocator and NumPy's BLAS would start threads, and then no process
     # could be forked; accelerate launch too gives the BLAS of each process one thread
     os.environ.setdefault("JE_ARROW_MALLOC_CONF", "background_thread:false")
@@ -829,7 +829,7 @@ def settle_status(
         # a process could not write that it failed if its disk was full or its node was lost
         if reported and status.outcome in ("failed", "running"):
             status = as_failed(folder, status, reported)
-        elif status.outcome == "running" and not workers.stop_signal:  # even if all exited with 0
+        elif status.outcome == "running" and not workers.stop_signal:  # even if all codes are 0
             status = replace(status, outcome="failed", reason=unexplained(codes))
         if goodput := tool("goodput"):
             status = replace(status, goodput=goodput.goodput(folder))
@@ -887,7 +887,7 @@ def starts_again(
         wait = launch.own.wait_for_node_0 * bool(launch.node_rank)
         seconds = max(wait, GO_ON_SECONDS if launch.own.min_machines else RESTART_SECONDS)
         if has_saved and launch.node_rank:
-            seconds = wait  # if node 0 has left too, the run has ended
+            seconds = wait  # without a restart's wait: if node 0 has left too, the run has ended
         if not has_saved:
             others.tell_failure()
         if others.lost and others.lost.rank == 0 and not launch.own.wait_for_node_0:

@@ -1,7 +1,8 @@
 """Start again with smaller micro-batches, equal on all nodes, if larger ones do not fit in memory.
 
 A process that fails reports which size to try (memory.py of the package). If the kernel has killed
-it for lack of memory, the launcher reports: the kernel counts such kills for each control group.
+it for lack of memory, the launcher reports instead: it sees the kill in the kernel's count for the
+control group.
 """
 
 import hashlib

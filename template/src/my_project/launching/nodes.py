@@ -52,7 +52,7 @@ class Node:
     min_nodes: int  # how many are enough to go on when others have left; 0: all are needed
     world_size: int  # processes of `nodes` nodes
     run: str  # the module and its arguments; the same on every node
-    code: str = ""  # files.code_digest of what its processes run
+    code: str = ""  # files.code_digest of the code that its processes run
     host: str
     interface: str
     ip: str
@@ -238,8 +238,8 @@ class OtherNodes:
 
         Args:
             code: the exit code, given by node 0 at the end of the run; None otherwise.
-            may_return: node 0 was told to stop; the other nodes may not have been, and may wait
-                for a new node 0.
+            may_return: node 0 was told to stop, but perhaps not the other nodes, which may wait for
+                a new node 0.
         """
         for connection in self._connections:
             if code is not None:

@@ -26,7 +26,7 @@ from ..words import (
 
 @dataclass(frozen=True, kw_only=True)
 class Ending:
-    """How a run ended, as its launcher knows it."""
+    """How a run ended, according to its launcher."""
 
     folder: Path
     logs: Path

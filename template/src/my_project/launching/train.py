@@ -8,7 +8,7 @@ Config files may be anywhere among the arguments; a later file overrides an earl
   --where NAME         accelerate_configs/NAME.yaml, or the path of such a file; by default as many
                        GPUs of this machine as the global batch can use, or one CPU process
   --num_processes N    processes on this machine; by default one per GPU, or as the file says
-  --max_restarts N     restarts in place in a row without a new step, 3 by default
+  --max_restarts N     limit on consecutive restarts in place without a new step, 3 by default
   --preflight          check the machine before training
   --dry-run            all checks, two steps, an evaluation, a save and an export in a temporary
                        folder

@@ -54,7 +54,7 @@ class Workers:
 
     def _handle_signals(self) -> None:
         for number in SIGNALS:
-            if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:  # nohup
+            if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:  # by nohup
                 signal.signal(number, self._handle)
 
     def _handle(self, number: int, _: object) -> None:
@@ -187,7 +187,7 @@ OPENED: set[tuple[int, str]] = set()  # what open_files returns, for files that 
 
 @contextmanager
 def opened_files_noted() -> Iterator[None]:
-    """Add to OPENED the files that the block leaves open; it imports or makes the recipe."""
+    """Add to OPENED the files that stay open after the block, which imports or makes the recipe."""
     before = open_files()
     yield
     OPENED.update(open_files() - before)

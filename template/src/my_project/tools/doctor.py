@@ -45,7 +45,7 @@ from . import flight_recorder
 from .reader import Run, make_tool_parser, read_folder, read_run, run_tool, valid_time
 
 MAX_CHARACTERS = 500  # of a sentence
-COPIED_SECONDS = 60.0  # by which the times of files may differ in a copy of a run folder
+COPIED_SECONDS = 60.0  # in a copy of a run folder, the times of files may differ by this much
 MIN_FREE_BYTES = 10e6  # less than a checkpoint of most models
 MAX_RANKS = 1_000_000
 WATCHED = ("stalled", "waiting")  # causes that the watchdog finds
@@ -260,7 +260,7 @@ def find_cause(start: Start) -> dict[str, Any]:
         for rank, ended in start.exits.items()
         if rank in start.silent and not ended.by_launcher and ended.code not in BY_OTHERS
         if not (watched and (ended.code > 0 or ended.code == ABORTED))
-        if not (start.stop_signal and ended.code == 1)  # the exit code of process.Launcher
+        if not (start.stop_signal and ended.code == 1)  # process.Launcher exits with 1
     }
     if exits:
         return _unreported_exit(start, exits)
@@ -425,7 +425,7 @@ def slow_rank(records: list[dict[str, Any]]) -> list[str]:
     ]
     counts = Counter(
         f"rank {row.get('slowest_rank')} on {row.get('slowest_host')}"
-        for row in rows  # less than 10 ms is noise, however short a step is
+        for row in rows  # less than 10 ms is noise, even in a short step
         if row["rank_seconds_max"] - row["rank_seconds_min"] > 0.01 + row["step_seconds"] / 4
     )
     slow = [rank for rank, count in counts.items() if count > max(4, 0.8 * len(rows))]

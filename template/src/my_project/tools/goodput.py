@@ -21,13 +21,13 @@ def goodput(folder: Path) -> dict[str, Any]:
     Returns:
         "launcher" (the time in which a launcher ran) and "calendar" (the time since the first
         launcher began): "seconds", and the share of each of PARTS; in "calendar" also "down".
-        "unknown_starts": the number of starts by accelerate launch or torchrun, which have no line.
+        "unknown_starts": the number of starts not in starts.jsonl (by accelerate launch, torchrun).
     """
     if not (starts := each_start(folder)):
         return {}
     kept_step = math.inf  # the lowest step from which a later start has continued
     for start in reversed(starts):
-        is_lost = start.get("outcome", "finished") not in ENDED  # without one, it may be under way
+        is_lost = start.get("outcome", "finished") not in ENDED  # no outcome: it may be under way
         start["kept_step"] = min(kept_step, (start.get("checkpoint") or 0) if is_lost else math.inf)
         start["is_lost"] = is_lost or (start.get("step") or 0) > start["kept_step"]
         if start.get("from_step") is not None:

@@ -4,7 +4,7 @@
         --nodes 4 --gpus-per-node 8 --gpu-memory-gb 80
 
 It prints a row for each accelerate config, on the whole cluster and on fewer GPUs with the same
-global batch. It says which config to use, and if more GPUs would not help. The cluster need not
+global batch. It says which config to use, and whether more GPUs would help. The cluster need not
 exist. Memory, traffic and FLOPs are those of simulated steps (simulate.py): one process takes a
 step of rank 0 on fake tensors, with the sharding or DDP of the accelerate config. The step time is
 computed from them. The speed of a GPU comes from --samples-per-second, measured on one GPU, or else
@@ -239,7 +239,7 @@ def advice(rows: list[dict[str, Any]]) -> list[str]:
     sentences = [
         f"Choose accelerate_configs/{best['config']}.yaml with --batches.micro_batch_size"
         f" {best['micro_batch']}.",
-        f"The start takes {best['host_bytes'] / GB:.3g} GB of host memory on"
+        f"The start needs {best['host_bytes'] / GB:.3g} GB of host memory on"
         f" {'each' if best['kind'] == 'DDP' else 'the first'} node.",
         "Step time and efficiency are estimates, without data loading and about 1 ms of Python.",
     ]

@@ -163,7 +163,7 @@ def read_records(run: str | Path) -> list[dict[str, Any]]:
 
 
 def valid_time(value: Any) -> float:
-    """Return a time in seconds since 1970; 0 if the value is not a possible one."""
+    """Return a time in seconds since 1970; 0 if the value is not a possible time."""
     return value if isinstance(value, (int, float)) and 0 < value < 1e11 else 0.0
 
 

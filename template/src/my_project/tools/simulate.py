@@ -77,7 +77,7 @@ CPU = torch.device("cpu")
 
 @dataclass(frozen=True, kw_only=True)
 class Collective:
-    """The collectives of one kind that a rank calls in a group of ranks in one step."""
+    """All collectives of one kind that a rank calls in one step, in one group of ranks."""
 
     operation: str
     group_size: int
@@ -402,7 +402,7 @@ class _NoPeaks(WeakIdKeyDictionary):
 
 
 class _Recorder(TorchDispatchMode):
-    """Records each collective `weight` times, and collects garbage from time to time."""
+    """Counts each collective `weight` times, and collects garbage from time to time."""
 
     def __init__(self) -> None:
         super().__init__()

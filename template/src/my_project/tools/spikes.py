@@ -51,5 +51,5 @@ def is_far(value: float, ordered: list[float]) -> bool:
     tail = ordered[int(0.95 * len(ordered))] - middle
     min_deviation = max(MIN_RELATIVE * abs(middle), MIN_ABSOLUTE)
     if value <= middle + max(TAILS * tail, DEVIATIONS * min_deviation):
-        return False  # almost always, so the median absolute deviation is seldom computed
+        return False  # for most values, so the median absolute deviation is seldom computed
     return value > middle + DEVIATIONS * TO_SIGMA * median(abs(x - middle) for x in ordered)

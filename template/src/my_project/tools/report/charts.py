@@ -124,10 +124,10 @@ def rules(x: np.ndarray, top: int, length: int) -> str:
 
 
 def in_groups(x: np.ndarray, values: np.ndarray, groups: int) -> list[np.ndarray]:
-    """Return the place, mean, lowest and highest value of each group of points.
+    """Return the mean position, and the mean, lowest and highest value, of each group of points.
 
     Args:
-        x: places from 0 to 1.
+        x: positions from 0 to 1.
         values: NaN where there is none.
         groups: number of equal parts of the axis; parts without points are left out.
     """

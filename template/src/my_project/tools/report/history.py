@@ -18,7 +18,7 @@ from ...run_files import kind_of
 from ..reader import Run, read_run
 
 PHASES = ("data", "evaluation", "saving")
-RANK_COLUMNS = ("rank_seconds_median", "rank_seconds_max")  # left out if there is one process
+RANK_COLUMNS = ("rank_seconds_median", "rank_seconds_max")  # left out for a single process
 COLUMNS = (
     *("step", "loss", "skipped", "skipped_steps", "learning_rate", "gradient_norm"),
     *("samples_per_second", "items_per_second", "mfu", "peak_memory_bytes", "elapsed_seconds"),

@@ -60,9 +60,9 @@ def is_report(path: Path) -> bool:
 
 
 def shorten(names: list[str]) -> list[str]:
-    """If any name is long, leave out the words with which all names begin or end; return the names.
+    """Return names without the words with which all of them begin or end, if any name is long.
 
-    A name that has no other words is not changed, and neither are names that would become equal.
+    A name that has no other words stays whole. If two short names are equal, all names stay whole.
     """
     words = [re.findall(r"[-_/]?[^-_/]+|[-_/]", name) for name in names]
     for _ in range(2):  # cut the beginning and reverse the words, twice

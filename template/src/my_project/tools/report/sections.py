@@ -167,7 +167,7 @@ def results(runs: list[History], name: str, first_color: int = 0) -> list[Line]:
 
 
 def steps_to_mark(runs: list[History], name: str) -> dict[str, list[float]]:
-    """Return the steps to mark in a column's chart: skipped steps, spikes; of one run, events."""
+    """Return the steps to mark in a column's chart: skipped and spikes; for one run also events."""
     marks = {"skipped": [step for run in runs for step in run.skipped], "spike": []}
     for run in runs:
         marked = spikes(run.curves.get(name, np.zeros(0)).tolist())
