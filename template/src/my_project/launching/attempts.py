@@ -1,10 +1,10 @@
-"""The starts of a launch: which failures are followed by a restart, and starts.jsonl.
+"""The starts of a launch: decide which failures are followed by a restart; write starts.jsonl.
 
 Processes are restarted in place after a death by signal, lost contact with another process, or a
-device error. They are not restarted after any other error, which would repeat, nor after a stop
+device error. They are not restarted after other errors, which would repeat, nor after a stop
 signal. The launcher of node 0 appends a line to starts.jsonl once a start has begun the run, and
-another when the start has ended (docs/run-folder.md). Imports no torch; the loop does not import
-this module.
+another when the start has ended (docs/run-folder.md). This module imports no torch, and the loop
+does not import it.
 """
 
 import fcntl
@@ -38,10 +38,10 @@ from ..run_files import (
 
 CAUSES = ("lost contact", "lost node", "device error")
 HOST_CAUSES = ("lost node", "device error")  # a scheduler can avoid them by leaving out the host
-# How long the other processes are waited for, once one has ended.
-REPORT_SECONDS = 5.0  # it was ended by a signal, and no restart follows: the others may report
-EXIT_SECONDS = 1.0  # it has exited, and reported why
-SAVE_SECONDS = 10.0  # a checkpoint is being written
+# How long the launcher waits for the other processes once one has failed.
+REPORT_SECONDS = 5.0  # if a signal ended it and no restart follows: the others may report why
+EXIT_SECONDS = 1.0  # if it has exited, and so has reported why
+SAVE_SECONDS = 10.0  # if a checkpoint is being written
 STUCK_LAUNCHES = 3  # after this many launches without a newer checkpoint, the scheduler gives up
 
 
@@ -63,15 +63,15 @@ class Starts:
 
     folder: Path
     limit: int  # how many restarts in place may follow each other without a new step
-    about: dict[str, Any] | None = None  # nodes, world_size; None: another node writes starts.jsonl
-    count: int = 0  # how many restarts there were
+    about: dict[str, Any] | None = None  # fields for starts.jsonl; None: another node writes it
+    count: int = 0  # the number of restarts so far
     launch: str = field(default_factory=lambda: uuid.uuid4().hex[:12])
     _began: float = field(
         default_factory=lambda: float(os.environ.get("LAUNCH_TIME") or time.time())
     )
-    _lines: list[dict[str, Any]] = field(default_factory=list)  # not written yet
+    _lines: list[dict[str, Any]] = field(default_factory=list)  # of starts.jsonl, not written yet
     _stuck_restarts: int = 0  # restarts since the last new step
-    _saved_step: int = 0  # the newest step of a checkpoint
+    _saved_step: int = 0  # the step of the newest checkpoint
     _reported_step: int = 0  # the newest step in an error file
 
     def __post_init__(self) -> None:
@@ -80,7 +80,7 @@ class Starts:
 
     @property
     def id(self) -> str:
-        """Return the name of the current start; run.json and error files call it launch."""
+        """Return the name of the current start: `launch` in run.json and in error files."""
         return f"{self.launch}.{self.count}"
 
     def follow(self, start: str) -> None:
@@ -113,7 +113,7 @@ class Starts:
 
         Args:
             codes: exit codes by rank; None: still running.
-            seconds: since the first process failed, here or on another node; negative: none has.
+            seconds: time since the first failure, here or on another node; negative: no failure.
         """
         if self._lines and self.has_begun:
             self.write()
@@ -150,16 +150,16 @@ class Starts:
         may_succeed = first.cause in causes if first else others_failed
         if not may_succeed and not any(code < 0 for code in codes.values()):
             return "the error would repeat"
-        # saved steps are compared with saved ones, reported with reported ones: most failures
-        # leave no report, so the first report does not show progress
+        # saved steps are compared only with saved steps, reported ones only with reported ones:
+        # most failures leave no report, so the first report does not show progress
         saved_step = newest_checkpoint(self.folder) or 0
         reported_step = max((failure.step or 0 for failure in failures), default=0)
         if saved_step > self._saved_step or 0 < self._reported_step < reported_step:
             self._stuck_restarts = 0
         self._saved_step = saved_step
         self._reported_step = max(self._reported_step, reported_step)
-        # a restart with a smaller micro-batch does not count: it is not the same attempt again, and
-        # sizes cannot fall below 1
+        # a restart with a smaller micro-batch does not count toward the limit: it is a different
+        # attempt, and cannot recur forever, since sizes do not fall below 1
         self._stuck_restarts -= bool(first and first.next_micro_batch_size and self.limit)
         if self._stuck_restarts >= self.limit:
             return f"{self.limit} restarts without a new step"
@@ -230,7 +230,7 @@ def append(folder: Path, lines: list[dict[str, Any]]) -> bool:
 
 @contextmanager
 def status_locked(folder: Path) -> Iterator[None]:
-    """Lock a run folder for the block, which writes status.json, if its storage supports locks.
+    """Lock a run folder, if its storage supports locks, while the block writes status.json.
 
     Raises:
         BlockingIOError: another launch holds the lock.
@@ -257,21 +257,21 @@ def progress(folder: Path, began: float, status: Status, steps: list[int]) -> di
     last = last_record(folder)
     if last.time >= began:
         steps = [*steps, last.step]
-    known = {"first_step_time": status.first_step_time, "from_step": status.from_step}
-    return known | {"step": max([0, *steps, status.step])}
+    in_status = {"first_step_time": status.first_step_time, "from_step": status.from_step}
+    return in_status | {"step": max([0, *steps, status.step])}
 
 
 def missing_end(folder: Path) -> list[dict[str, Any]]:
     """Return an end line for the last start if its launcher was killed; [] otherwise.
 
-    The next launcher writes it before its processes drop the records of steps to be repeated.
+    The next launcher writes it before its processes delete the records of steps that they repeat.
     """
     for start in lines(folder)[-1:]:
         if start.event == "start":
-            known = progress(folder, start.time, read_status(folder), [])
-            times = known["first_step_time"] or 0, last_record(folder).time
+            fields = progress(folder, start.time, read_status(folder), [])
+            times = fields["first_step_time"] or 0, last_record(folder).time
             line = {"event": "end", "id": start.id, "time": max(start.time, *times)}
-            return [line | known | {"outcome": "killed", "cause": ""}]
+            return [line | fields | {"outcome": "killed", "cause": ""}]
     return []
 
 
@@ -279,7 +279,8 @@ def missing_end(folder: Path) -> list[dict[str, Any]]:
 def steps_at_launches(folder: Path) -> list[int]:
     """Return the step of the newest checkpoint when each launch so far began, and now, in order.
 
-    -1: there was no checkpoint. Read when a launch begins, so that all its nodes read the same.
+    -1 stands for no checkpoint. Call this when a launch begins, so that all its nodes read the
+    same.
     """
     steps: dict[str, int | None] = {}
     for begin, _ in each_start(folder):

@@ -6,10 +6,10 @@
         -m my_project.train --config configs/image_classification.yaml \
         --batches.micro_batch_size 4
 
-Takes the options of accelerate launch; accelerate's own code translates them and the config file
-to environment variables. Several nodes meet at --main_process_ip and --main_process_port (or
-main_process_port in the config file) of node 0: the same on all nodes, and a different port for
-each run. A single node takes a free port. In this order, the command
+It takes the options of accelerate launch, and accelerate's own code translates them and the config
+file to environment variables. Several nodes meet at node 0, whose address and port are
+--main_process_ip and --main_process_port (or main_process_port in the config file): give all nodes
+the same two, and each run its own port. A single node uses any free port. In order, the command
 1. prints one line: this node's rank, ranks of its processes, address, precision and run folder;
 2. with several nodes, waits until all have joined and can reach each other (nodes.py);
    with --min_machines, the run goes on without nodes that leave, and takes in nodes that join;
@@ -17,12 +17,12 @@ each run. A single node takes a free port. In this order, the command
 4. trains, in processes that are forked from this one, so that they need not import anything;
    shows the output and the warnings of rank 0, and writes the output of each process to a file of
    its own in <run folder>/logs/node_<n>/;
-5. forwards signals, so that the run saves and exits; leaves no process running;
+5. forwards stop signals, so that the run saves and exits; leaves no process running;
 6. prints a summary (summary.py), and exits with the run's outcome: 0 finished; 75 preempted; 2 an
    error that another attempt would repeat (a wrong setting); 1 any other error (a node that is late
-   or lost, an exception). With --requeue, for a scheduler that restarts a run after 75 only, 1
-   becomes 75 if this launch wrote a newer checkpoint, and 75 becomes 1 after three launches in a
-   row that wrote none.
+   or lost, an exception). With --requeue, for a scheduler that restarts a run only after exit code
+   75, 1 becomes 75 if this launch wrote a newer checkpoint, and 75 becomes 1 after three launches
+   in a row that wrote none.
 """
 
 import argparse
@@ -101,28 +101,28 @@ TRAIN = f"{PACKAGE}.train"
 PREFLIGHT = f"{PACKAGE}.tools.preflight"
 # Modules that the loop imports inside its functions in every run.
 DEFERRED = ("torch._dynamo", "torch.distributed.algorithms.ddp_comm_hooks", "accelerate")
-RESTARTS = 3  # default of --max_restarts: restarts in place without a new step in between
+RESTARTS = 3  # default of --max_restarts: consecutive restarts in place without a new step
 NO_RESTARTS = Starts(folder=Path(), limit=0)
 RESTART_SECONDS = 60.0  # how long the nodes wait for each other after a failure
-GO_ON_SECONDS = 30.0  # how long they wait if they can go on without the missing ones
-RESERVE, RESERVE_BYTES = ".reserve", 1 << 16  # freed on a full disk, to write how the run ended
+GO_ON_SECONDS = 30.0  # the same if the run can go on without the missing nodes (--min_machines)
+RESERVE, RESERVE_BYTES = ".reserve", 1 << 16  # deleted at the end: room to write how the run ended
 STATUS_SECONDS = 60.0  # how long a network file system may take to show a new status.json
 UNSUPPORTED = ("DeepSpeed", "Megatron-LM", "TPU", "FP8", "AWS", "MPI")  # accelerate's flag groups
 DATA_PARALLEL = "this loop trains with DDP or FSDP2, in float32, bf16 or fp16"
-NO_EFFECT = {  # flags, and settings of an accelerate config
+NO_EFFECT = {  # flags and accelerate config settings without effect here: the reason or remedy
     "gradient_accumulation_steps": "it follows from batches.global_batch_size of the run's config",
     "gradient_clipping": "set optim.clip_norm in the run's config",
     "enable_cpu_affinity": "give the flag --enable_cpu_affinity",
 } | dict.fromkeys(
     ("fp8_config", "deepspeed_config", "megatron_lm_config", "mpirun_config"), DATA_PARALLEL
 )
-SETTING_TYPES: dict[str, Any] = {  # instead of accelerate's, which are wider or are classes
+SETTING_TYPES: dict[str, Any] = {  # they replace accelerate's types, which are wider or classes
     "compute_environment": Literal["LOCAL_MACHINE"],
     "distributed_type": str,
     "mixed_precision": Literal["no", "bf16", "fp16"],
-    "downcast_bf16": Any,  # for TPUs; `accelerate config` writes text
+    "downcast_bf16": Any,  # for TPUs; its type is bool, but `accelerate config` writes text
 }
-# Variables that a scheduler or an outer launcher has set, and torch would read as this launch's.
+# Variables of a scheduler or an outer launcher, which torch would take for those of this launch.
 NOT_INHERITED = re.compile(
     r"(LOCAL_|GROUP_|ROLE_)?RANK|(LOCAL_|GROUP_|ROLE_)?WORLD_SIZE|MASTER_(ADDR|PORT)"
     r"|PET_(NNODES|NODE_RANK|NPROC_PER_NODE|MASTER_ADDR|MASTER_PORT|RDZV_\w+)|TORCHELASTIC_(?!LOG_LINE)\w+"
@@ -155,7 +155,7 @@ class Launch:
     lowered_micro_batch_size: int = 0  # larger micro-batches did not fit in memory; 0: not lowered
 
     def among(self, others: Any) -> "Launch":
-        """Return the launch on the nodes that take part in the current start.
+        """Return these settings for the nodes that take part in the current start.
 
         Args:
             others: nodes.OtherNodes; None on one node.
@@ -182,7 +182,7 @@ class Launch:
         return self.world_size // self.nodes
 
     def environments(self, attempt: int) -> list[dict[str, str]]:
-        """Return the variables of each process here, as accelerate and torchrun set them."""
+        """Return the environment of each process here, as accelerate and torchrun set it."""
         from accelerate.utils import check_cuda_p2p_ib_support
         from accelerate.utils.other import get_free_port
 
@@ -210,7 +210,7 @@ class Launch:
 
 # ---- the command line ----------------------------------------------------------------------------
 def parse(arguments: list[str]) -> Launch:
-    """Read the command line: this module's options and accelerate's, then -m and the module's.
+    """Read the command line: own options and accelerate's, -m, the module and its arguments.
 
     Raises:
         ConfigError: a value is missing or wrong.
@@ -279,17 +279,17 @@ def parse(arguments: list[str]) -> Launch:
 
 
 def accelerate_options(flags: list[str], module: str) -> argparse.Namespace:
-    """Return the options that accelerate itself reads from flags and config file.
+    """Return the options that accelerate itself reads from the flags and the config file.
 
     Raises:
         ConfigError: there is no config file; the file or a flag is wrong, or has no effect here.
     """
-    # private functions, since accelerate's own configs and flags are promised to work
+    # private functions, because this project promises that accelerate's configs and flags work
     from accelerate.commands.launch import _validate_launch_command, launch_command_parser
 
     logging.getLogger("accelerate.commands.launch").setLevel(logging.ERROR)
     parser = launch_command_parser()
-    parser.error = _refuse  # without the usage, some 200 lines
+    parser.error = _refuse  # argparse would print the usage, some 200 lines
     given = parser.parse_args([*flags, "-m", module])
     # without a file, accelerate would read a default config in the home folder
     if not Path(given.config_file or "").is_file():
@@ -316,43 +316,44 @@ def accelerate_options(flags: list[str], module: str) -> argparse.Namespace:
 
 
 def read_accelerate_config(path: Path) -> dict[str, Any]:
-    """Read an accelerate config, and check all of it: accelerate checks the top-level names only.
+    """Read an accelerate config, and check all of it: accelerate checks only top-level names.
 
     Raises:
-        ConfigError: a name does not exist; a value has the wrong type, or has no effect here.
+        ConfigError: a setting does not exist, has no effect here or has a value of a wrong type.
     """
     from accelerate.commands.config.config_args import ClusterConfig
     from accelerate.commands.launch import launch_command_parser
 
-    where = read_yaml(path)
+    content = read_yaml(path)
     kinds = {action.dest: flag_type(action) for action in launch_command_parser()._actions}
     kinds |= get_type_hints(ClusterConfig) | SETTING_TYPES
-    settings = where | {"distributed_type": where.get("distributed_type") or "NO"}  # a bare NO
+    # YAML reads a bare NO as False
+    settings = content | {"distributed_type": content.get("distributed_type") or "NO"}
     if settings.get("mixed_precision", "no") is None:
         del settings["mixed_precision"]
     for group in ("fsdp", "dynamo", "parallelism"):
-        if isinstance(inner := where.get(f"{group}_config"), dict):
-            # as accelerate does, which ignores a name that does not exist
+        if isinstance(inner := content.get(f"{group}_config"), dict):
+            # accelerate adds this prefix too, but ignores a name that does not exist
             prefix = "" if group == "parallelism" else f"{group}_"
             settings |= {f"{prefix}{str(n).removeprefix(prefix)}": v for n, v in inner.items()}
     for name, value in settings.items():
         if value and name in NO_EFFECT:
             raise ConfigError(f"{path}: {name} has no effect here: {NO_EFFECT[name]}.")
         if name not in kinds:
-            longer = [known for known in kinds if known.endswith(f"_{name}")]
+            longer = [full_name for full_name in kinds if full_name.endswith(f"_{name}")]
             hint = did_you_mean(longer[0] if longer else str(name), kinds) or "; remove it."
             raise ConfigError(f"{path}: there is no setting {name}{hint}")
         kind = kinds[name]
         texts = [str(value), str(value).lower()] if get_origin(kind) is Literal else [value]
         if not any(fits(text, kind) for text in texts):
             raise wrong_value(f"{path}: {name}", value, kind)
-    if not where:
+    if not content:
         raise ConfigError(f"{path} is empty; see accelerate_configs/README.md.")
-    return where
+    return content
 
 
 def flag_type(action: argparse.Action) -> Any:
-    """Return the type that the value of a flag of accelerate launch has in a config file."""
+    """Return the type that a setting has in a config file, from its flag of accelerate launch."""
     is_switch = str(action.default).lower() in ("true", "false")
     choices = ("true", "false") if is_switch else tuple(map(str, action.choices or ()))
     literal: Any = Literal
@@ -360,10 +361,10 @@ def flag_type(action: argparse.Action) -> Any:
 
 
 def variables(options: argparse.Namespace, port: int) -> dict[str, str]:
-    """Return the environment of the processes, as accelerate sets it."""
+    """Return the environment variables of all processes, as accelerate sets them."""
     from accelerate.utils.launch import prepare_multi_gpu_env, prepare_simple_launcher_cmd_env
 
-    # a copy, since accelerate changes it
+    # a copy, since accelerate changes the options
     options = argparse.Namespace(**vars(options) | {"main_process_port": port})
     if is_single(options):
         return prepare_simple_launcher_cmd_env(options)[1]
@@ -385,10 +386,10 @@ def uses_cpu(where: dict[str, Any]) -> bool:
 
 
 def fit_mesh(options: argparse.Namespace, flags: Sequence[str]) -> None:
-    """Set the mesh of HSDP from the number of nodes and processes, unless a flag gives it.
+    """Set the mesh of HSDP from the number of nodes and processes, unless a flag sets it.
 
-    On one node, a mesh in the file that fits the processes is kept: cpu_hsdp.yaml rehearses two
-    nodes on one.
+    On one node, the mesh in the config file is kept if it has as many ranks as there are processes:
+    cpu_hsdp.yaml rehearses two nodes on one.
     """
     names = [f"parallelism_config_dp_{name}_size" for name in ("replicate", "shard")]
     nodes, world_size = options.num_machines, options.num_processes
@@ -404,31 +405,31 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--preflight", action="store_true", help="check the cluster first")
     options = {
         "join_timeout_seconds": (600.0, "how long to wait for the other nodes"),
-        "min_machines": (0, "minimum nodes with which the run goes on when others are lost"),
-        "wait_for_node_0": (0.0, "seconds to wait for a new node 0 if it is lost; 0: end the run"),
+        "min_machines": (0, "number of nodes that is enough to go on when others are lost"),
+        "wait_for_node_0": (0.0, "seconds to wait for a new node 0 after a loss; 0: end the run"),
         "lost_node_seconds": (30.0, "seconds a host may be silent before its node counts as lost"),
-        "max_restarts": (RESTARTS, "restarts in place without a new step in between"),
+        "max_restarts": (RESTARTS, "limit on consecutive restarts in place without a new step"),
     }
     for name, (default, help_text) in options.items():
         parser.add_argument(f"--{name}", type=type(default), default=default, help=help_text)
-    text = "exit code 75 after an error if this launch saved, 1 after 3 launches that did not"
+    text = "exit with 75 after an error if this launch saved, with 1 after 3 that did not"
     parser.add_argument("--requeue", action="store_true", help=text)
     return parser
 
 
 # ---- this node -----------------------------------------------------------------------------------
 def prepare_environment() -> None:
-    """Set variables that imports read; remove the variables of a scheduler and of accelerate.
+    """Set environment variables that imports read; remove those of a scheduler and of accelerate.
 
     The accelerate config sets most variables of accelerate again; the others would shard or compile
-    a model although the config does not say so. From here on, printing to a reader that is gone
-    does not end this launcher.
+    a model although the config does not say so. From here on, print raises no error when the reader
+    of the output is gone.
 
     Raises:
-        ConfigError: there is no folder for temporary files, which an import may need.
+        ConfigError: there is no folder for temporary files, and an import may need one.
     """
     never_fail_to_print()
-    check_temporary_folder(has_workers=False)  # processes check for their loader workers
+    check_temporary_folder(has_workers=False)  # training processes check again, for loader workers
     for name in [name for name in os.environ if NOT_INHERITED.fullmatch(name)]:
         del os.environ[name]
     if names := [name for name in os.environ if ACCELERATE_VARIABLES.fullmatch(name)]:
@@ -436,12 +437,12 @@ def prepare_environment() -> None:
         print(f"{what}: {', '.join(sorted(names))}", flush=True)
         for name in names:
             del os.environ[name]
-    os.environ["LAUNCH_TIME"] = str(time.time())  # stop_after counts from it, over restarts
-    # pyarrow's allocator and NumPy's BLAS start threads when they are imported, and then no process
-    # could be forked; accelerate launch gives the BLAS of each process one thread too
+    os.environ["LAUNCH_TIME"] = str(time.time())  # stop_after counts from now, also after restarts
+    # when imported, pyarrow's allocator and NumPy's BLAS would start threads, and then no process
+    # could be forked; accelerate launch too gives the BLAS of each process one thread
     os.environ.setdefault("JE_ARROW_MALLOC_CONF", "background_thread:false")
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
-    # counting GPUs through CUDA itself would initialize its driver, which cannot be forked
+    # counting GPUs through CUDA itself would initialize its driver, which does not survive a fork
     os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
 
 
@@ -476,17 +477,17 @@ def meet_other_nodes(
         others: the other launchers, nodes.OtherNodes.
         seconds: how long to wait.
         start: Starts.id; "" for the first start of a launch.
-        has_saved: the run goes on only if the set of nodes has changed.
-        about: more fields of this Node: refusal and has_waited.
+        has_saved: the run has saved, and goes on only if the set of nodes has changed.
+        about: more fields of the nodes.Node of this node: refusal and has_waited.
 
     Raises:
         ConfigError: no process will start; every node gets the reason.
-        RunHasEnded: no start follows.
+        RunHasEnded: the run has ended, so no start follows.
     """
     from . import nodes  # pyright: ignore[reportMissingImports]
 
     interface, ip = nodes.interface_to(launch.address)
-    if interface:  # without one, gloo and NCCL choose
+    if interface:  # otherwise gloo and NCCL choose an interface
         os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
     if not start:
         print(summary(launch, interface), flush=True)
@@ -512,10 +513,11 @@ def meet_other_nodes(
 
 # ---- the processes -------------------------------------------------------------------------------
 def import_all(config: Config) -> None:
-    """Import once, in this process, all that the processes will need.
+    """Import once, in this process, all that the training processes will need.
 
-    This includes what the recipe imports inside its methods. An import that fails is left to the
-    processes, which report it; a module that only they import costs time only.
+    This includes what the recipe imports inside its methods. Failed imports are ignored here, since
+    the training processes repeat and report them; a module that is missed here only costs them
+    time.
     """
     names = [TRAIN, *DEFERRED]
     source = inspect.getsourcefile(type(config.recipe))
@@ -530,7 +532,7 @@ def import_all(config: Config) -> None:
             with suppress(Exception):
                 importlib.import_module(name)
         gc.freeze()
-        gc.unfreeze()  # to the oldest generation: the next collections do not scan the imports
+        gc.unfreeze()  # moves the imports to the oldest generation, which is seldom scanned
 
 
 def call(module: str, settings: Config | tuple[str, ...], *, launcher_pid: int) -> None:
@@ -538,11 +540,11 @@ def call(module: str, settings: Config | tuple[str, ...], *, launcher_pid: int) 
 
     Args:
         module: the name of the module.
-        settings: the config or, in a spawned process, its command-line arguments: a recipe may open
-            a file, which must happen in this process.
+        settings: the config; in a spawned process, the command-line arguments for it, since a
+            recipe may open a file, and must open it in this process.
         launcher_pid: the pid of the launcher.
     """
-    gc.freeze()  # a collection would copy the memory pages of all that was imported before the fork
+    gc.freeze()  # a collection would copy the memory pages that are shared with the launcher
     LAUNCHER.watch(launcher_pid)
     config = parse_settings([*settings]) if isinstance(settings, tuple) else settings
     exits.run_on_all_ranks(importlib.import_module(module).main, config)
@@ -624,10 +626,10 @@ def main(arguments: list[str]) -> int:
 
 
 def get_ready(launch: Launch) -> Workers | int:
-    """Check the GPUs, wait for the other nodes, and check the cluster if that was asked for.
+    """Check the GPUs, wait for the other nodes, and check the cluster if that was requested.
 
     Returns:
-        The Workers that will train on this node; the exit code if nothing is to be trained.
+        The Workers that will train on this node, or the exit code if nothing will be trained.
     """
     if launch.gpus and launch.nodes == 1:
         from ..accelerator import check_gpus, count_accelerators
@@ -637,7 +639,7 @@ def get_ready(launch: Launch) -> Workers | int:
     if launch.nodes > 1:
         from .nodes import OtherNodes  # pyright: ignore[reportMissingImports]
 
-        if launch.own.min_machines:  # a run that trains must not wait for these imports
+        if launch.own.min_machines:  # a run that already trains must not wait for these imports
             with opened_files_noted():
                 import_all(launch.config)
         own = launch.own
@@ -650,7 +652,7 @@ def get_ready(launch: Launch) -> Workers | int:
             say("the run has ended without this node")
             return ended.code
         except TransientError:
-            # a pod that replaces a lost one may be started after the run has finished
+            # a pod that replaces a lost pod may be started after the run has finished
             has_finished = read_status(launch.config.folder).outcome == "finished"
             if not (launch.node_rank and own.min_machines and has_finished):
                 raise
@@ -658,7 +660,7 @@ def get_ready(launch: Launch) -> Workers | int:
             return 0
     else:
         print(summary(launch), flush=True)
-    # nodes that have taken part in an earlier start do not check again
+    # if any node has taken part in an earlier start, the cluster is not checked again
     is_first = all(node.is_new for node in workers.others.members) if workers.others else True
     code = None
     if (launch.own.preflight and is_first) or launch.module == PREFLIGHT:
@@ -671,7 +673,7 @@ def get_ready(launch: Launch) -> Workers | int:
 
 
 def preflight(launch: Launch, workers: Workers) -> int | None:
-    """Check the cluster; return the exit code if nothing is to be trained, otherwise None."""
+    """Check the cluster; return None if training may begin, otherwise the exit code."""
     codes, _ = run_module(launch, workers, PREFLIGHT)
     if workers.stop_signal:
         return PREEMPTED
@@ -683,16 +685,16 @@ def preflight(launch: Launch, workers: Workers) -> int | None:
 
 @dataclass(frozen=True, kw_only=True)
 class LastStart:
-    """How a start ended on this node."""
+    """How the last start ended on this node."""
 
     id: str
-    codes: dict[int, int]  # exit codes of the processes by rank, as they ended
+    codes: dict[int, int]  # exit codes of the processes by rank, in the order in which they ended
     failures: list[Failure]
     lost: Any  # the nodes.Node whose host does not answer; or None
 
 
 def run(launch: Launch, workers: Workers, command: str = "") -> Ending:
-    """Train, and restart after failures that may not repeat and when nodes leave or join.
+    """Train; restart after failures that may not repeat, and when nodes leave or join.
 
     Args:
         launch: the settings.
@@ -722,7 +724,7 @@ def run(launch: Launch, workers: Workers, command: str = "") -> Ending:
         start = starts.id
         memory_kills = memory.count_memory_kills()
         codes, reported = run_module(here, workers, TRAIN, logs, starts)
-        if codes:  # {}: it was stopped before the restart
+        if codes:  # {}: a stop signal came before the restart
             lost = others.lost if others else None
             if lost:
                 reported.append(report_lost_node(here, others, starts))
@@ -730,7 +732,8 @@ def run(launch: Launch, workers: Workers, command: str = "") -> Ending:
         memory.report_memory_kill(memory_kills, codes, reported, workers, logs, starts)
         launch = memory.with_next_micro_batch(launch, reported)
         unkilled = {rank: code for rank, code in codes.items() if rank not in workers.killed}
-        # stopped to take in a node, or because another node was told to stop: the run may go on
+        # if the start stopped to take in a node, or because another node was told to stop, the run
+        # may go on
         has_saved = bool(launch.own.min_machines) and {*codes.values()} == {PREEMPTED}
         change = others.change if has_saved and others else ""
         starts.end(unkilled, reported, workers.stop_signal or change)
@@ -747,7 +750,7 @@ def run(launch: Launch, workers: Workers, command: str = "") -> Ending:
 
 
 def has_ended(starts: Starts) -> bool:
-    """Return whether these starts have begun the run and it has ended."""
+    """Return whether a start of this launch has begun the run, and the run has ended."""
     return starts.is_new and read_status(starts.folder).outcome in ENDED
 
 
@@ -756,7 +759,7 @@ def has_failed_elsewhere(
 ) -> bool:
     """Wait until the run has ended; return whether it failed after the processes here succeeded.
 
-    A node may be lost while rank 0 ends the run; then all nodes are needed again.
+    A node may be lost while rank 0 ends the run; then all nodes have to start again.
     """
     others = workers.others
     if not others or not launch.node_rank or not codes or any(codes.values()):
@@ -790,7 +793,7 @@ def end(
         command=command,
         codes=last.codes,
     )
-    # on several nodes, other launchers may be using the folder
+    # with several nodes, other launchers may be using the folder
     if ending.kind == "refused" and not is_new and launch.nodes == 1:
         shutil.rmtree(logs, ignore_errors=True)
     if others:
@@ -802,7 +805,7 @@ def end(
 def settle_status(
     launch: Launch, workers: Workers, starts: Starts, last: LastStart
 ) -> tuple[Status, bool]:
-    """Complete status.json: add the content of the error files, and the end if no process wrote it.
+    """Complete status.json: add what error files say, and the outcome if no process wrote it.
 
     Returns:
         The status, and whether this launch has begun the run.
@@ -810,7 +813,7 @@ def settle_status(
     folder, codes, reported, lost = launch.config.folder, last.codes, last.failures, last.lost
 
     def is_last() -> bool:
-        """Return whether no other nodes have gone on without this one."""
+        """Return whether this was the newest start: no nodes have gone on without this one."""
         return read_info(folder).launch == last.id
 
     # a network file system may show the files late
@@ -820,13 +823,13 @@ def settle_status(
             lambda: read_status(folder).outcome not in running or not is_last(), STATUS_SECONDS
         )
     status, is_new = read_status(folder), starts.is_new
-    if is_new and codes:  # {}: it was stopped between two starts
+    if is_new and codes:  # {}: a stop signal came between two starts
         reported += read_errors(folder, read_info(folder).launch)
     if is_new and (launch.node_rank == 0 or (lost and lost.rank == 0 and is_last())):
         # a process could not write that it failed if its disk was full or its node was lost
         if reported and status.outcome in ("failed", "running"):
             status = as_failed(folder, status, reported)
-        elif status.outcome == "running" and not workers.stop_signal:  # even if all exited with 0
+        elif status.outcome == "running" and not workers.stop_signal:  # even if all codes are 0
             status = replace(status, outcome="failed", reason=unexplained(codes))
         if goodput := tool("goodput"):
             status = replace(status, goodput=goodput.goodput(folder))
@@ -865,7 +868,7 @@ def starts_again(
         workers: the workers of this node.
         codes: exit codes of the processes that ended by themselves, by rank.
         reported: the failures of the start that ended.
-        has_saved: the start did not fail, but saved and stopped to go on with different nodes.
+        has_saved: the start has not failed: it saved and stopped, to go on with different nodes.
     """
     others, refusal, has_waited = workers.others, "", False
     if has_saved:
@@ -884,11 +887,11 @@ def starts_again(
         wait = launch.own.wait_for_node_0 * bool(launch.node_rank)
         seconds = max(wait, GO_ON_SECONDS if launch.own.min_machines else RESTART_SECONDS)
         if has_saved and launch.node_rank:
-            seconds = wait  # if node 0 has left too, the run has ended
+            seconds = wait  # without a restart's wait: if node 0 has left too, the run has ended
         if not has_saved:
             others.tell_failure()
         if others.lost and others.lost.rank == 0 and not launch.own.wait_for_node_0:
-            say("the run ends, since node 0 is lost; --wait_for_node_0 SECONDS would wait for it")
+            say("the run ends, since node 0 is lost; --wait_for_node_0 SECONDS waits for a new one")
             return False
         try:
             with workers.stoppable():

@@ -1,7 +1,8 @@
 """Start again with smaller micro-batches, equal on all nodes, if larger ones do not fit in memory.
 
-A process that fails reports which size to try (memory.py). For one that the kernel has killed for
-lack of memory, the launcher does: the kernel counts such kills for each control group.
+A process that fails reports which size to try (memory.py of the package). If the kernel has killed
+it for lack of memory, the launcher reports instead: it sees the kill in the kernel's count for the
+control group.
 """
 
 import hashlib
@@ -31,9 +32,9 @@ if TYPE_CHECKING:
 
 # ---- the micro-batch size ------------------------------------------------------------------------
 def lowered_micro_batch(config: Config, options: Namespace) -> int:
-    """Return the size that the last launch with the same settings came to; 0 without one.
+    """Return the size to which the last launch with the same settings was lowered; 0 if it was not.
 
-    So the same command does not try again what did not fit; a command with other settings does.
+    So the same command does not retry sizes that did not fit; a command with other settings does.
     """
     if starts_over_now(config):
         return 0
@@ -72,7 +73,7 @@ def with_lowered_micro_batch(
 
 
 def lowered_micro_batch_fields(launch: "Launch", here: "Launch") -> dict[str, str | int]:
-    """Return the fields of starts.jsonl for a start with a lowered size; {} without one."""
+    """Return the fields that a start with a lowered size has in starts.jsonl; {} for others."""
     if size := here.lowered_micro_batch_size:
         return {"micro_batch_size": size, "settings": _digest(launch.config, launch.options)}
     return {}
@@ -90,13 +91,13 @@ def count_memory_kills() -> int:
     0 if that is unknown: on systems other than Linux, or in the root group.
     """
     total = 0
-    files = {"": "memory.events", "memory": "memory/memory.oom_control"}  # version 2; version 1
+    files = {"": "memory.events", "memory": "memory/memory.oom_control"}  # of cgroup v2 and v1
     with suppress(OSError, ValueError):
         for line in OWN_GROUPS.read_text().splitlines():
             _, controllers, group = line.split(":", 2)
             if name := files.get(controllers):
                 path = CONTROL_GROUPS / name
-                # in a container, its own group may be mounted as the root
+                # in a container, the container's own group may be mounted as the root
                 paths = path.parent / group.lstrip("/") / path.name, path
                 words = next((file.read_text() for file in paths if file.is_file()), "").split()
                 total += int(dict(zip(words[::2], words[1::2], strict=True)).get("oom_kill", 0))
@@ -115,12 +116,12 @@ def report_memory_kill(
 
     Args:
         before: count_memory_kills() when the start began.
-        codes: exit codes by rank; if the run must end, that of the killed process is changed to
-            the one of an error.
-        failures: of this start on this node; this one is added.
-        workers: of this node.
+        codes: exit codes by rank; the code of the killed process is replaced by that of an error if
+            a smaller micro-batch may fit.
+        failures: the failures of this start on this node; the new one is added.
+        workers: the processes of this node.
         logs: the log folder.
-        starts: of this launch.
+        starts: the starts of this launch.
     """
     killed = [rank for rank, code in codes.items() if code == -SIGKILL]
     killed = [rank for rank in killed if rank not in workers.killed]  # not by the launcher
@@ -139,7 +140,8 @@ def report_memory_kill(
     if is_noted and (newest_checkpoint(starts.folder) or 0) <= note["first_step"]:
         facts = {name: note[name] for name in ("next_micro_batch_size", "exit_code")}
         failure = replace(failure, reason=f"{reason}. {note['advice']}", **facts)
-        if facts != {"next_micro_batch_size": None, "exit_code": 1}:  # as a kill, it starts again
+        # without a smaller size, it stays a kill, which a restart may follow
+        if facts != {"next_micro_batch_size": None, "exit_code": 1}:
             codes[rank] = failure.exit_code
     failures.append(failure)
     with suppress(OSError):  # the storage may be gone too

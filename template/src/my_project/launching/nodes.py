@@ -52,13 +52,13 @@ class Node:
     min_nodes: int  # how many are enough to go on when others have left; 0: all are needed
     world_size: int  # processes of `nodes` nodes
     run: str  # the module and its arguments; the same on every node
-    code: str = ""  # files.code_digest of what its processes run
+    code: str = ""  # files.code_digest of the code that its processes run
     host: str
     interface: str
     ip: str
-    port: int = 0  # the other nodes try to connect to it; on node 0 torch's store takes it later
+    port: int = 0  # the other nodes try to connect to it; on node 0, torch's store uses it later
     refusal: str = ""  # why it will not start its processes again after a failure
-    has_waited: bool = False  # its processes waited for other ranks; it restarts if a node has left
+    has_waited: bool = False  # it stalled waiting for other ranks; restarts only if a node has left
     start: str = ""  # Starts.id of node 0, which all nodes take over
     lowered_micro_batch_size: int = 0  # larger ones do not fit in its memory; 0: not known
     launcher: str = THIS_LAUNCHER
@@ -142,10 +142,10 @@ def may_be_own_address(address: str) -> bool:
 
 # ---- the launchers -------------------------------------------------------------------------------
 class OtherNodes:
-    """The launchers of the other nodes: node 0 is connected to all, each of them to node 0.
+    """The launchers of the other nodes: node 0 is connected to all, the others only to node 0.
 
     The kernel checks whether a host answers (TCP keepalive), so a launcher that is suspended or
-    waits for storage is not lost. Nor is a launcher that has ended: its processes save first.
+    waits for storage does not count as lost, nor does one that has ended: its processes save first.
     """
 
     def __init__(
@@ -158,8 +158,8 @@ class OtherNodes:
         """Store the settings; `meet` connects.
 
         Args:
-            address: of node 0, as the other nodes reach it.
-            port: the launcher of node 0 listens on it as long as it runs.
+            address: the address at which the other nodes reach node 0.
+            port: the port on which the launcher of node 0 listens as long as it runs.
             lost_seconds: a host that has not answered for this long is lost.
             node_0_seconds: how long to wait for a new launcher of node 0 when the old one has left.
         """
@@ -169,12 +169,12 @@ class OtherNodes:
         self._me = NOBODY
         self._address, self._port = address, port
         self._lost_seconds, self._node_0_seconds = lost_seconds, node_0_seconds
-        self._deadline = 0.0  # until which node 0 waits for others
+        self._deadline = 0.0  # when node 0 stops waiting for others; time.monotonic()
         self._is_waiting = False  # this node is a spare or a newcomer, and others are training
         self._server: socket.socket | None = None  # on node 0
         self._connections: list[_Connection] = []  # the oldest first
         self._problem: ConfigError | None = None  # why no node can start
-        # otherwise a training process would hold a connection after its launcher has ended
+        # otherwise a forked process would keep the connections open after its launcher has ended
         os.register_at_fork(after_in_child=self.close)
 
     def meet(self, me: Node, seconds: float, *, has_saved: bool = False) -> None:
@@ -186,9 +186,9 @@ class OtherNodes:
             has_saved: the run saved and stopped: it goes on with different nodes, or ends.
 
         Raises:
-            ConfigError: on every node, what is wrong and what to do; a TransientError if the same
-                command may succeed later (a node was late or unreachable, the port was in use).
-            RunHasEnded: no start follows.
+            ConfigError: the nodes cannot start; every node raises it. It is a TransientError if the
+                same command may succeed later (a node was late or unreachable, a port in use).
+            RunHasEnded: the run has ended, so no start follows.
         """
         with _listen(me, 0) as probe_socket:  # other nodes connect to it, but send nothing
             self._me = me = replace(me, port=probe_socket.getsockname()[1])
@@ -238,8 +238,8 @@ class OtherNodes:
 
         Args:
             code: the exit code, given by node 0 at the end of the run; None otherwise.
-            may_return: node 0 was told to stop; the other nodes may not have been, and may wait
-                for a new node 0.
+            may_return: node 0 was told to stop, but perhaps not the other nodes, which may wait for
+                a new node 0.
         """
         for connection in self._connections:
             if code is not None:
@@ -255,7 +255,7 @@ class OtherNodes:
                 connection.send({"failed": failed.rank})
 
     def _read(self, seconds: float) -> None:
-        """Wait for a message, or for a connection to open or close; handle all that are pending."""
+        """Wait until a message arrives or a connection opens or closes; handle all such events."""
         listening = [self._server] if self._server else []
         sockets = [connection.socket for connection in self._connections]
         wait([*listening, *sockets], max(0.0, seconds))
@@ -290,7 +290,7 @@ class OtherNodes:
             connection.is_ready = True
             for other in self._connections:
                 if other is not connection and other.node.launcher == node.launcher:
-                    other.is_closed = True  # the launcher has lost this older connection
+                    other.is_closed = True  # the launcher has connected again
             if problem := self._join_problem(connection):
                 connection.is_ready, connection.is_refused = False, True
                 if connection.is_member or not self.members:
@@ -365,13 +365,13 @@ class OtherNodes:
         if has_changed and 1 + len(chosen) >= me.required_nodes:
             return
         if has_changed:
-            left = f"{1 + len(chosen)} of {me.nodes} nodes remain"
-            say(f"the run ends: {left}, fewer than --min_machines {me.required_nodes}")
+            remaining = f"{1 + len(chosen)} of {me.nodes} nodes remain"
+            say(f"the run ends: {remaining}, fewer than --min_machines {me.required_nodes}")
         self.close(PREEMPTED)
         raise RunHasEnded(PREEMPTED)
 
     def _waiting_problem(self, chosen: "list[_Connection]", before: set[str]) -> ConfigError | None:
-        """Return why processes that stalled while they waited for other ranks are not restarted."""
+        """Return why processes that stalled waiting for other ranks are not restarted, or None."""
         now = {node.launcher: node for node in (self._me, *(peer.node for peer in chosen))}
         waited = [n.host for name, n in now.items() if n.has_waited and name in before]
         if not waited or before - now.keys():
@@ -386,7 +386,7 @@ class OtherNodes:
         began = time.monotonic()
         self._deadline, say_at = began + seconds, began + SAY_SECONDS
         while (now := time.monotonic()) < self._deadline:
-            # the first start waits for the nodes themselves, not for spares in their place
+            # the first start waits for the nodes themselves: a spare does not replace a node yet
             joined = [peer for peer in self._ready() if self.members or peer.node.rank < me.nodes]
             if any(not peer.node.is_new for peer in joined) and not self.members:
                 # this is a new node 0 of a run that may go on without some of its nodes
@@ -407,7 +407,7 @@ class OtherNodes:
                 print(f"waiting for {self._missing(me)}", flush=True)
 
     def _ready(self) -> "list[_Connection]":
-        """Return the nodes waiting for the next start, by rank; the oldest one of each rank."""
+        """Return the nodes that wait for the next start, by rank; of each rank, the oldest node."""
         oldest: dict[int, _Connection] = {}
         for connection in self._connections:
             oldest.setdefault(connection.node.rank, connection)
@@ -418,7 +418,7 @@ class OtherNodes:
         trains = f"the run is training on {len(self.members)} of {self.members[0].nodes} nodes: "
         if self.newcomer:
             return f"{trains}it will save, then go on with this node too"
-        return f"{trains}this one will wait until a node is missing"
+        return f"{trains}this node will wait until a node is missing"
 
     def _missing(self, me: Node) -> str:
         """Return the names of the nodes that have not joined: nodes 1, 5 of 8."""
@@ -449,8 +449,8 @@ class OtherNodes:
             if own_value != value:
                 return ConfigError(
                     f"{node.host} was started with {option} {value}, {me.host} with {own_value}:"
-                    " give all nodes the same, and each run on one host its own"
-                    " --main_process_port."
+                    f" give all nodes the same {option}; if these are two runs on one host, give"
+                    " each its own --main_process_port."
                 )
         if node.code != me.code:
             return ConfigError(
@@ -461,7 +461,8 @@ class OtherNodes:
         others = [peer.node for peer in self._connections if not peer.is_closed]
         same_rank = [other for other in (me, *others) if other.rank == node.rank]
         first = next((other for other in same_rank if other is not node), None)
-        if not first or (self.members and node.rank):  # later it waits until the first one has left
+        # after the first start, the second node of a rank waits until the first node has left
+        if not first or (self.members and node.rank):
             return _refusal(node)
         # on the same host this may be a restarted pod whose old connection was cut off
         kind = TransientError if first.host == node.host else ConfigError
@@ -474,7 +475,7 @@ class OtherNodes:
         """Have all nodes connect to each other; return False to retry without silent nodes."""
         failures, silent = self._probes(chosen)
         if failures and not silent and me.min_nodes:
-            # a node that left after its own probes does not answer a second time
+            # the second round finds nodes that left after their own probes: they do not answer
             failures, silent = self._probes(chosen)
         if silent and 1 + len(chosen) - len(silent) >= me.required_nodes:
             for connection in silent:
@@ -482,9 +483,9 @@ class OtherNodes:
                 connection.socket.close()
             return False
         if failures:
-            more = f"; and {len(failures) - 4} more" if len(failures) > 4 else ""
+            others = f"; and {len(failures) - 4} more" if len(failures) > 4 else ""
             self._problem = TransientError(
-                f"{'; '.join(failures[:4])}{more}. Allow connections between the nodes on all"
+                f"{'; '.join(failures[:4])}{others}. Allow connections between the nodes on all"
                 " ports, or set GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME to an interface that"
                 " allows them (launch/network.sh)."
             )
@@ -540,7 +541,7 @@ class OtherNodes:
             raise kind(printable(answer["error"]))
 
     def _ask(self, me: Node, deadline: float) -> dict[str, Any]:
-        """Ask node 0 for a place in the next start; return its last answer when that begins."""
+        """Ask node 0 for a place in the next start; return its answer: begins, error or ended."""
         if not self._connections:
             node_0 = socket.create_connection((self._address, self._port), CONNECT_SECONDS)
             self._connections = [_Connection(node_0, self._lost_seconds)]
@@ -606,7 +607,7 @@ class _Connection:
     """A connection to another node that carries messages, one line of JSON each."""
 
     def __init__(self, connection: socket.socket, lost_seconds: float) -> None:
-        """Have the kernel close it when the other host has not answered for `lost_seconds`."""
+        """Have the kernel close the socket if its peer does not answer for `lost_seconds`."""
         self.socket = connection
         self.node = NOBODY  # the node at the other end, once it has described itself
         self.inbox: deque[dict[str, Any]] = deque()
@@ -614,7 +615,7 @@ class _Connection:
         self.is_ready = False  # the node is waiting for the next start
         self.is_refused = False  # the node cannot take part in the next start
         self.is_closed = False
-        self.is_lost = False  # the kernel has closed it, since the other host does not answer
+        self.is_lost = False  # the kernel has closed the socket, since the peer does not answer
         self._rest = b""  # the beginning of a message whose end has not arrived
         self._began = time.monotonic()
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
@@ -631,7 +632,7 @@ class _Connection:
         return self.node is NOBODY and time.monotonic() > self._began + CONNECT_SECONDS
 
     def send(self, message: dict[str, Any]) -> None:
-        """Send a message; `read` notices a peer that has left."""
+        """Send a message; ignore errors, since `read` notices that a peer has left."""
         with suppress(OSError):
             self.socket.settimeout(CONNECT_SECONDS)
             self.socket.sendall(json.dumps(message).encode() + b"\n")

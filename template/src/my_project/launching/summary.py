@@ -1,4 +1,4 @@
-"""How a launch ended, and the summary that says so, last on the screen. Imports no torch."""
+"""How a launch ended, and the summary that is printed last. Imports no torch."""
 
 import importlib
 import signal
@@ -26,15 +26,15 @@ from ..words import (
 
 @dataclass(frozen=True, kw_only=True)
 class Ending:
-    """How a run ended, as its launcher knows it."""
+    """How a run ended, according to its launcher."""
 
     folder: Path
     logs: Path
     status: Status
     is_new: bool  # this launch has begun the run, so the status is its own
-    is_first_node: bool  # the other nodes show one line
+    is_first_node: bool  # it prints the summary; the other nodes print one line
     failures: list[Failure]  # of the last start
-    stop_signal: str  # the one that the launcher has received; "" without one
+    stop_signal: str  # the stop signal that the launcher has received; "" if none
     stop_signal_time: float  # seconds since 1970; inf without a signal
     command: str  # the command that continues the run; "" if not known
     codes: dict[int, int]  # exit codes of this node's processes, by rank; -n: ended by signal n
@@ -48,8 +48,8 @@ class Ending:
         is_success = not any(self.codes.values())
         if outcome == "finished" and (self.is_new or is_success):
             return "finished"
-        # after a stop in startup each process exits by itself, and the others may report that they
-        # have lost contact
+        # after a stop signal in startup each process exits by itself, and the others may report
+        # lost contact
         noted, first = self.status.failure, self._first
         is_consequence = noted is not None and noted.cause in CONSEQUENCES
         is_unsaved = not self.is_new or outcome == "running" or is_consequence or not self.codes
@@ -61,7 +61,7 @@ class Ending:
 
     @property
     def exit_code(self) -> int:
-        """Return 0: finished; 75: preempted or stopped; 2: a retry would fail too; 1: otherwise."""
+        """Return 0 if finished, 75 if preempted or stopped, 2 if a retry would fail too, else 1."""
         kind = self.kind
         if kind in ("preempted", "stopped"):
             return PREEMPTED
@@ -79,7 +79,7 @@ class Ending:
         return first_failure(self.failures)
 
     def tell(self) -> int:
-        """Print how the run ended, below all output of its processes; return the exit code."""
+        """Print how the run ended, after all output of its processes; return the exit code."""
         with suppress(OSError):  # a closed terminal
             self.print()
         return self.exit_code
@@ -167,7 +167,7 @@ def how_it_ended(code: int) -> str:
 
 
 def print_finished(folder: Path, status: Status, *more: tuple[str, str]) -> None:
-    """Show the results of a finished run, and commands to continue with."""
+    """Print the results of a finished run, and commands to run next."""
     results = [f"{name} {format_metric(value)}" for name, value in (status.result or {}).items()]
     pairs = [
         ("steps", f"{status.step} of {status.steps}, {status.reason}"),
@@ -189,7 +189,7 @@ def print_finished(folder: Path, status: Status, *more: tuple[str, str]) -> None
 
 
 def best_evaluation(folder: Path) -> str:
-    """Return the best evaluation that the newest checkpoint of a run knows; "" without one."""
+    """Return the best evaluation stored in the newest checkpoint of a run; "" if there is none."""
     with suppress(OSError, ValueError, LookupError, TypeError):  # a file may be damaged
         name = read_yaml(folder / "config.yaml", follow=False)["evaluation"]["best_metric"]
         state = read_manifest(checkpoints(folder)[-1])["state"]
@@ -199,7 +199,7 @@ def best_evaluation(folder: Path) -> str:
 
 
 def links(status: Status) -> list[tuple[str, str]]:
-    """Return a row with the link to the run for each tracker."""
+    """Return a row for each tracker, with its link to the run."""
     return [("tracker", link) for link in status.trackers.values()]
 
 

@@ -5,14 +5,15 @@
 
 Config files may be anywhere among the arguments; a later file overrides an earlier one. Options:
 
-  --where NAME         accelerate_configs/NAME.yaml, or the path of such a file; by default all GPUs
-                       of this machine that divide the global batch, or one CPU process
-  --num_processes N    processes on this machine; by default one per GPU, or those of the file
-  --max_restarts N     restarts in place without a new step in between, 3 by default
+  --where NAME         accelerate_configs/NAME.yaml, or the path of such a file; by default as many
+                       GPUs of this machine as the global batch can use, or one CPU process
+  --num_processes N    processes on this machine; by default one per GPU, or as the file says
+  --max_restarts N     limit on consecutive restarts in place without a new step, 3 by default
   --preflight          check the machine before training
   --dry-run            all checks, two steps, an evaluation, a save and an export in a temporary
                        folder
-All other options are settings of the config; --help lists them, with a config also the recipe's.
+All other options are settings of the config; --help lists them, and with a config those of its
+recipe too.
 """
 
 import argparse
@@ -38,7 +39,7 @@ from .workers import count_in_child, opened_files_noted
 COMMAND = f"python -m {PACKAGE} train"
 FOLDER = Path("accelerate_configs")
 DRY_RUN_STEPS = 2
-DRY_RUN_SETTINGS = {  # passed only if their part of the project exists
+DRY_RUN_SETTINGS = {  # each is passed only if its part of the project exists
     "telemetry.every_steps": "1",
     "telemetry.trackers": "[]",
     "evaluation.every_steps": "null",
@@ -93,33 +94,33 @@ def choose(options: argparse.Namespace, batches: BatchesConfig) -> tuple[Path, i
         print(f"{path}: torch sees {gpus} GPUs; --where chooses another file", flush=True)
         return path, processes
     path = find_where(options.where)
-    where = launch.read_accelerate_config(path)
-    if (where.get("num_machines") or 1) > 1:
+    content = launch.read_accelerate_config(path)
+    if (content.get("num_machines") or 1) > 1:
         raise ConfigError(
-            f"{path} is for {where['num_machines']} nodes, but this command starts one: use"
+            f"{path} is for {content['num_machines']} nodes, but this command starts one: use"
             " launch/slurm.sbatch, launch/ssh.sh or launch/kubernetes.yaml."
         )
-    in_file = where.get("num_processes") or 1
-    if options.num_processes or launch.uses_cpu(where) or in_file == 1 or not gpus:
+    in_file = content.get("num_processes") or 1
+    if options.num_processes or launch.uses_cpu(content) or in_file == 1 or not gpus:
         return path, options.num_processes or in_file
     return path, processes
 
 
 # ---- a dry run -----------------------------------------------------------------------------------
 def dry_run(config: Config, flags: list[str], settings: list[str], command: str) -> int:
-    """Train two steps in a temporary folder, and print what the whole run will take."""
+    """Train two steps in a temporary folder, and estimate the time and memory of the whole run."""
     runs = Path(config.runs_folder)
     with writing(runs):
         runs.mkdir(parents=True, exist_ok=True)
         folder = tempfile.TemporaryDirectory(prefix=".dry_run_", dir=runs)
-    known = {key for key, *_ in each_setting()}
+    existing = {key for key, *_ in each_setting()}
     with folder as name:
         started = launch.parse(
             [
                 *(*flags, "-m", launch.TRAIN, *settings),
                 *(f"--steps={DRY_RUN_STEPS}", "--epochs=null", "--resume=never"),
                 f"--runs_folder={name}",
-                *(f"--{key}={value}" for key, value in DRY_RUN_SETTINGS.items() if key in known),
+                *(f"--{key}={value}" for key, value in DRY_RUN_SETTINGS.items() if key in existing),
             ]
         )
         os.environ[DRY_RUN] = "1"
@@ -162,7 +163,7 @@ def main(arguments: list[str]) -> int:
     launch.prepare_environment()
     options, settings = read_options(arguments)
     if not sys.flags.safe_path and os.getcwd() not in sys.path:
-        sys.path.insert(0, os.getcwd())  # the training processes have it too
+        sys.path.insert(0, os.getcwd())  # it is also there in training processes
     say_that_it_imports()
     with opened_files_noted():
         config = parse(settings, __doc__ or "", COMMAND)

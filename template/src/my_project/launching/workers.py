@@ -1,9 +1,9 @@
-"""The training processes of this node: started, signaled, and ended with this one.
+"""Start and signal the training processes of this node, and end them with this process.
 
 They are forked from this process, which has imported torch, the loop and the recipe, so they need
-not import them: each worker saves some four seconds of CPU time at every start. They are spawned if
-a fork is impossible or not safe: another thread runs here, CUDA is initialized, or the recipe has
-opened a file, whose position all workers would share.
+not import them: this saves some four seconds of CPU time for each worker and start. They are
+spawned instead if a fork is impossible or unsafe: if this process has another thread or has
+initialized CUDA, or if the recipe has opened a file, whose position all workers would share.
 """
 
 import fcntl
@@ -31,7 +31,7 @@ SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
 # A second stop signal kills the run, but only if it comes this long after the first: launchers and
 # schedulers send each signal twice, at almost the same time.
 KILL_AFTER_SECONDS = 5.0
-STOPPING = "stopping; the run saves within two more steps; send it again after 5 s to kill the run"
+STOPPING = "stopping; the run saves within two more steps; a second signal after 5 s kills the run"
 NOTHING_RUNS = "stopped before any process was started; the same command starts the run"
 ENDING = "no process is running, and none will be started"
 POLL_SECONDS = 0.1
@@ -47,14 +47,14 @@ class Workers:
         self.stop_signal_time = float("inf")  # time.time(), to compare with error files
         self._stopped_at = float("inf")  # time.monotonic(), which does not jump
         self._may_raise = True  # a signal may end this process: nothing has to be stopped or saved
-        self.others: Any = None  # with several nodes: nodes.OtherNodes
+        self.others: Any = None  # nodes.OtherNodes if there are several nodes
         self.makes_room = False  # the run saves in order to go on with a new node
         prctl(PR_SET_CHILD_SUBREAPER, 1)  # orphaned descendants become children of this process
         self._handle_signals()
 
     def _handle_signals(self) -> None:
         for number in SIGNALS:
-            if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:  # nohup
+            if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:  # by nohup
                 signal.signal(number, self._handle)
 
     def _handle(self, number: int, _: object) -> None:
@@ -66,7 +66,7 @@ class Workers:
                 os.write(1, f"\n{self.stop_signal}: {message}\n".encode())
             if self._may_raise:
                 raise SystemExit(PREEMPTED)
-            # to make room, the first worker has a signal already: this would be its second one
+            # a run that makes room has signaled the first worker already: send it no second signal
             for worker in self.running[1:] if self.makes_room else self.running:
                 with suppress(ProcessLookupError):
                     if worker.exitcode is None:
@@ -99,7 +99,7 @@ class Workers:
         When a process fails, the others are killed, since they would wait for it.
 
         Args:
-            function: the function; picklable if processes are spawned.
+            function: the function to call; it must be picklable if processes are spawned.
             environments: the environment variables of each process.
             may_kill: returns whether the other processes can be killed; takes the exit codes so far
                 and the seconds since the first failure, here or on another node.
@@ -152,7 +152,7 @@ class Workers:
                 self.killed = [rank for rank, code in codes.items() if code is None]
                 for worker in left:
                     worker.kill()
-            # with a timeout, since a sentinel that a loader worker has inherited stays open
+            # with a timeout, since a sentinel stays open if a loader worker has inherited it
             connection.wait([worker.sentinel for worker in left], POLL_SECONDS)
 
     def _has_failed_elsewhere(self, left: list[Any], phase: Callable[[], str]) -> bool:
@@ -164,12 +164,12 @@ class Workers:
             print(f"{newcomer} has joined: the run saves, then goes on with it", flush=True)
             self.makes_room = True
             os.kill(left[0].pid, signal.SIGUSR1)
-        # a departed node's processes save with the others, but in startup nothing is saved
+        # the processes of a node that leaves save with the others, but not during startup
         return self.others.has_left and phase() == "starting"
 
 
 def start_method() -> tuple[str, str]:
-    """Return ("fork", ""), or "spawn" and the reason."""
+    """Return ("fork", ""), or ("spawn", the reason)."""
     torch: Any = sys.modules.get("torch")
     if sys.platform != "linux":
         return "spawn", "only Linux forks safely"
@@ -182,12 +182,12 @@ def start_method() -> tuple[str, str]:
     return "fork", ""
 
 
-OPENED: set[tuple[int, str]] = set()  # open files, see open_files
+OPENED: set[tuple[int, str]] = set()  # what open_files returns, for files that imports have opened
 
 
 @contextmanager
 def opened_files_noted() -> Iterator[None]:
-    """Add to OPENED the files that the block, which imports or makes the recipe, leaves open."""
+    """Add to OPENED the files that stay open after the block, which imports or makes the recipe."""
     before = open_files()
     yield
     OPENED.update(open_files() - before)
@@ -196,8 +196,8 @@ def opened_files_noted() -> Iterator[None]:
 def open_files() -> set[tuple[int, str]]:
     """Return the descriptors and names of files, pipes and sockets that are open for reading here.
 
-    What one forked process reads from them, the others miss. Devices and files that are mapped into
-    memory are left out, since they have no position to share.
+    What one forked process reads from these, the others miss. Devices and memory-mapped files are
+    left out, since they have no position to share.
     """
     opened: set[tuple[int, str]] = set()
     maps = Path("/proc/self/maps")  # on Linux only
@@ -214,7 +214,7 @@ def open_files() -> set[tuple[int, str]]:
 
 
 def threads() -> list[str]:
-    """Return the names that Linux has for the threads of this process, C threads included."""
+    """Return the names of the threads of this process on Linux, including threads of C code."""
     tasks = Path("/proc/self/task")
     if threading.active_count() == 1:  # a thread that Python has joined may still be ending
         wait_until(lambda: len([*tasks.iterdir()]) == 1, 0.5, 0.01)
@@ -222,9 +222,9 @@ def threads() -> list[str]:
 
 
 def count_in_child(count: Callable[[], int]) -> int:
-    """Call a function that counts GPUs in a child process; return its result.
+    """Call a function that counts GPUs, in a child process; return its result.
 
-    torch asks NVML or CUDA's driver, which leave a thread in the process that asks, and a process
+    torch asks NVML or the CUDA driver, and both leave a thread in the process that asks; a process
     with a second thread is not forked (start_method).
     """
     if sys.platform != "linux" or len(threads()) > 1:
@@ -239,10 +239,10 @@ def count_in_child(count: Callable[[], int]) -> int:
 
 
 def reap_orphans(own: set[int]) -> None:
-    """Reap orphans that this process, a subreaper, has adopted and that have ended.
+    """Reap ended orphans, which this process has adopted as a subreaper.
 
     Args:
-        own: pids that multiprocessing waits for.
+        own: pids that are left out, since multiprocessing waits for them.
     """
     with suppress(ChildProcessError):  # this process has no children
         options = os.WEXITED | os.WNOHANG
@@ -263,7 +263,7 @@ def kill_all(workers: Iterable[Any]) -> None:
 
 
 def _work(function: Callable[[], object], environment: dict[str, str], parent: int) -> None:
-    """Call a function in a new process: with its variables and stdin, without signal handlers."""
+    """Call a function in a new process; set its environment and stdin; reset signal handlers."""
     for number in SIGNALS:
         if signal.getsignal(number) != signal.SIG_IGN:
             signal.signal(number, signal.SIG_DFL)
@@ -275,11 +275,11 @@ def _work(function: Callable[[], object], environment: dict[str, str], parent: i
     os.environ.update(environment)
     prctl(PR_SET_NAME, f"rank {environment.get('RANK', '0')}".encode())  # ps -o comm shows it
     if environment.get("LOCAL_RANK", "0") == "0":
-        with suppress(OSError):  # multiprocessing has replaced stdin by an empty one; pdb needs it
+        with suppress(OSError):  # for pdb: multiprocessing has replaced stdin by an empty file
             sys.stdin = open(0, closefd=False)  # noqa: SIM115
     import torch
 
-    # torch read the variable when it was imported, before the fork
+    # torch read OMP_NUM_THREADS when it was imported, before the fork
     torch.set_num_threads(int(environment["OMP_NUM_THREADS"]))
     try:
         function()

@@ -4,9 +4,9 @@
     python -m my_project doctor runs/image_classification --json
 
 It reads the files of all ranks (docs/run-folder.md describes them), and changes nothing. What a
-file says is marked as known; what only follows from it is marked as likely, with the reason. The
-exit code is 0 if there was something to say, even about a running or finished run, and 2 if the
-folder is not a run.
+file says is marked as known; conclusions from it are marked as likely, with the reason. The exit
+code is 0 if there was something to say, even about a running or finished run, and 2 if the folder
+is not a run.
 
 --json prints one object: run, outcome (finished, preempted, running, starting, failed, interrupted,
 unknown), happened, step, steps, time (seconds since 1970), first (null, or an object: rank, host,
@@ -53,13 +53,13 @@ from . import flight_recorder
 from .reader import Run, make_tool_parser, read_folder, read_run, run_tool, valid_time
 
 MAX_CHARACTERS = 500  # of a sentence
-COPIED_SECONDS = 60.0  # by which the times of files may differ in a copy of a run folder
+COPIED_SECONDS = 60.0  # in a copy of a run folder, the times of files may differ by this much
 MIN_FREE_BYTES = 10e6  # less than a checkpoint of most models
 MAX_RANKS = 1_000_000
 WATCHED = ("stalled", "waiting")  # causes that the watchdog finds
 TAIL_BYTES = 1 << 18  # of a log, whose end shows how the process ended
 ABORTED = -6  # SIGABRT, which NCCL's own watchdog also sends after ours has reported a hang
-BY_OTHERS = (-2, -15)  # SIGINT and SIGTERM: a launcher ends the other ranks with them
+BY_OTHERS = (-2, -15)  # SIGINT and SIGTERM, with which a launcher ends the other ranks
 PREEMPTED = os.EX_TEMPFAIL  # the exit code of a run that was stopped and saved
 
 # ---- the table: cause -> what is likely and why, what to do --------------------------------------
@@ -68,7 +68,7 @@ CAUSES = {
     "exception": ("", "correct that line"),
     "setting": ("", "do what the error message asks for"),
     "device error": (
-        "an earlier line is at fault, often by an index out of range: a GPU reports errors late",
+        "a GPU reports errors late: an earlier line is at fault, often with an index out of range",
         "run one process with CUDA_LAUNCH_BLOCKING=1, which shows the line that is at fault",
     ),
     "out of memory": (
@@ -79,7 +79,7 @@ CAUSES = {
     ),
     "out of host memory": ("", "{less_memory}"),
     "too many open files": (
-        "each loader worker and each file or socket that stays open counts",
+        "each loader worker and each open file or socket counts toward the limit",
         "raise the limit where the run starts (ulimit -n 65536), or let the dataset close the files"
         " that it has read{fewer_workers}",
     ),
@@ -108,7 +108,7 @@ CAUSES = {
         "C code of torch, a driver or another library crashed (SIGBUS: /dev/shm or a disk is full)",
         "run it again with PYTHONFAULTHANDLER=1, which prints the line at which it crashes",
     ),
-    "exited": ("some code called os._exit: an exception leaves a report", "find that call"),
+    "exited": ("code called os._exit: an exception would leave a report", "find that call"),
     "stalled": ("", "find out what that line waits for (distributed.timeout_seconds: {timeout})"),
     "mismatched collectives": (
         "an if or a break that only some ranks take, or a size that depends on the rank",
@@ -127,28 +127,28 @@ CAUSES = {
     "interrupted": ("all processes ended together, with their launcher or the machine", ""),
 }
 LIKELY = ("hang", "network", "no report", "lost node", "interrupted")  # not stated by any file
-# Causes of which the log of the kernel or the scheduler may say more.
+# For these causes, the log of the kernel or of the scheduler may say more.
 ENDED_FROM_OUTSIDE = ("out of host memory", "loader worker", "stopped", "killed", "no report")
 ENDED_FROM_OUTSIDE += ("lost node", "interrupted")
 
 
 # ---- the newest start ----------------------------------------------------------------------------
 class Exit(NamedTuple):
-    """How a process ended, as its launcher wrote."""
+    """How a process ended, according to its launcher."""
 
     code: int  # negative: the signal
-    by_launcher: bool  # its launcher killed it, as it did not end after another rank had failed
+    by_launcher: bool  # the launcher killed it, since it did not end after another rank had failed
     says: str
 
 
 @dataclass(kw_only=True)
 class Start:
-    """What is left of the newest start of a run."""
+    """What the files of a run say about its newest start."""
 
     run: Run
     is_unopened: bool = False  # it has not opened the run folder, or ended before that
-    began: float = 0.0  # at the latest, in seconds since 1970; 0: not known
-    failures: list[Failure] = field(default_factory=list)  # by time
+    began: float = 0.0  # the latest possible time, in seconds since 1970; 0: not known
+    failures: list[Failure] = field(default_factory=list)  # sorted by time
     hosts: dict[int, str] = field(default_factory=dict)  # by rank, as far as known
     world_size: int = 1
     logs: dict[int, Path] = field(default_factory=dict)  # by rank
@@ -173,7 +173,7 @@ class Start:
 
 
 def newest_start(run: Run, locked: bool | None) -> Start:
-    """Return what is left of the newest start: the one that opened the run last, or a later one."""
+    """Return the newest start: the last one that opened the run folder, or a later one."""
     failure = run.status.failure
     in_status = [replace(failure, source=run.folder / "status.json")] if failure else []
     launch = run.info.launch or (failure.launch if failure else "")  # run.json may be damaged
@@ -210,7 +210,7 @@ def newest_start(run: Run, locked: bool | None) -> Start:
 
 
 def _read_logs(start: Start, opened: float) -> Start:
-    """Add what the newest log folder of each node holds, unless it is from before `opened`."""
+    """Add what the newest log folder of each node contains, unless it is older than `opened`."""
     nodes = sorted(start.run.folder.glob("logs/node_*/"))
     newest = [sorted(node.glob("[0-9]*T[0-9]*/"))[-1:] for node in nodes]  # by the time in the name
     logs: list[Path] = []
@@ -253,9 +253,9 @@ def _tail(path: Path | None) -> str:
 
 # ---- the cause -----------------------------------------------------------------------------------
 def find_cause(start: Start) -> dict[str, Any]:
-    """Return what failed first in a failed start: "cause", and values that override the table.
+    """Return what failed first in a failed start: "cause", and values that override CAUSES.
 
-    The keys are the fields of an error file and what, says, known, likely, look_at, is_known.
+    The other keys are fields of an error file, and what, says, known, likely, look_at, is_known.
     """
     failures = start.failures
     first = first_failure(failures)
@@ -268,7 +268,7 @@ def find_cause(start: Start) -> dict[str, Any]:
         for rank, ended in start.exits.items()
         if rank in start.silent and not ended.by_launcher and ended.code not in BY_OTHERS
         if not (watched and (ended.code > 0 or ended.code == ABORTED))
-        if not (start.stop_signal and ended.code == 1)  # the exit code of process.Launcher
+        if not (start.stop_signal and ended.code == 1)  # process.Launcher exits with 1
     }
     if exits:
         return _unreported_exit(start, exits)
@@ -310,7 +310,7 @@ def _reported(failure: Failure) -> dict[str, Any]:
 
 
 def _unreported_exit(start: Start, exits: dict[int, Exit]) -> dict[str, Any]:
-    """Return the cause if processes left no report, but their launcher says how they ended."""
+    """Return the cause if processes left no report, but their launcher wrote how they ended."""
     rank, first = next(iter(exits.items()))
     same = [other for other, ended in exits.items() if ended.code == first.code]
     kind, ending = "exited", f"with exit code {first.code}"
@@ -330,7 +330,7 @@ def _unreported_exit(start: Start, exits: dict[int, Exit]) -> dict[str, Any]:
         "look_at": [f"the end of {start.logs[rank]}"] if rank in start.logs else [],
     }
     if kind == "killed" and start.stop_signal:
-        why = f"it was told to stop ({start.stop_signal}) before, and had not saved"
+        why = f"it had been told to stop ({start.stop_signal}), and had not saved"
         cause["likely"] = [f"{CAUSES['stopped'][0]}: {why}"]
     return cause
 
@@ -375,7 +375,7 @@ def _silent_ranks(start: Start, noticed: Failure) -> dict[str, Any]:
 
 
 def _all_wait(start: Start, waiting: list[Failure]) -> dict[str, Any]:
-    """Return the cause if all ranks wait for one another, all in the loop or one in the recipe."""
+    """Return the cause if all ranks wait for one another, in the loop or in the recipe."""
     known = _waited(start, waiting)
     kind = "mismatched collectives" if len(known) > 1 else "hang"
     modules = str(start.run.settings.get("recipe")).split(".")
@@ -431,7 +431,7 @@ def slow_rank(records: list[Record]) -> list[str]:
     intervals = [one for one in records if not math.isnan(sum(map(one.number, fields)))]
     counts = Counter(
         f"rank {one.values.get('slowest_rank')} on {one.values.get('slowest_host')}"
-        for one in intervals  # less than 10 ms is noise, however short a step is
+        for one in intervals  # less than 10 ms is noise, even in a short step
         if one.number("rank_seconds_max") - one.number("rank_seconds_min")
         > 0.01 + one.number("step_seconds") / 4
     )
@@ -466,7 +466,7 @@ def diagnose(folder: Path, now: float | None = None) -> dict[str, Any]:
     start = newest_start(run, locked)
     outcome = _outcome(start, locked)
     cause = find_cause(start) if outcome in ("failed", "interrupted", "unknown") else {}
-    kind, note = cause.get("cause", ""), run.status.note or ""  # says if the last save failed
+    kind, note = cause.get("cause", ""), run.status.note or ""  # note: if the last save failed
     values = _values(start, cause)
     row = CAUSES.get("full disk" if note and not cause else kind, ("", ""))
     likely, remedy = ([text.format_map(values)] if text else [] for text in row)
@@ -522,7 +522,7 @@ def _outcome(start: Start, locked: bool | None) -> str:
 
 
 def _happened(start: Start, outcome: str, now: float, locked: bool | None) -> str:
-    """Return in a sentence or two how far the run is, and since when."""
+    """Return in a sentence or two how far the run is, and how old its last record is."""
     run, status = start.run, start.run.status
     text = f"step {'?' if status.is_damaged else run.step} of {status.steps or '?'}"
     if start.is_unopened:
@@ -542,7 +542,7 @@ def _happened(start: Start, outcome: str, now: float, locked: bool | None) -> st
 
 
 def _values(start: Start, cause: dict[str, Any]) -> dict[str, Any]:
-    """Return the values of the names in the table."""
+    """Return the values of the placeholders in CAUSES."""
     setting, environment = start.run.settings.get, start.run.info.environment
     job = environment.get("SLURM_JOB_ID")
     workers = setting("batches.workers", 0)
@@ -575,8 +575,8 @@ def print_diagnosis(diagnosis: dict[str, Any]) -> None:
     say(f"--- {diagnosis['outcome']}: {diagnosis['run']} ".ljust(width, "-"))
     pairs = [("what", diagnosis["happened"])]
     if first := diagnosis["first"]:
-        known = [name for name in ("rank", "host", "step") if first[name] is not None]
-        where = ", ".join(f"{name} {first[name]}" for name in known)
+        names = [name for name in ("rank", "host", "step") if first[name] is not None]
+        where = ", ".join(f"{name} {first[name]}" for name in names)
         clock = time.strftime(" at %H:%M:%S", time.localtime(first["time"])) * bool(first["time"])
         pairs.append(("first", f"{where}{clock}: {first['what']}".removeprefix(": ")))
         pairs += [("at", first["at"]), ("file", first["says"] or "")]

@@ -1,10 +1,10 @@
 """Compare the last collectives of all ranks, as NCCL's flight recorder kept them; without torch.
 
-When the watchdog ends a run it writes errors/nccl_trace_rank_<rank>.json (stopping.py). Its
-"entries" are the collectives of each process group, numbered by collective_seq_id. All ranks of a
-group must call them in the same order, with the same operation and, for most operations, the same
-sizes. NCCL may write its own dumps beside them: these are pickles, so they are named but not
-opened.
+When the watchdog ends a run it writes errors/nccl_trace_rank_<rank>.json (watchdog.py). The
+"entries" of this file are the collectives of each process group, numbered by collective_seq_id. All
+ranks of a group must call them in the same order, with the same operation and, for most operations,
+the same sizes. NCCL may write its own dumps to the same folder: these are pickles, so they are
+named but not opened.
 """
 
 import re
@@ -20,8 +20,8 @@ EVEN = {"all_reduce", "allreduce_coalesced", "all_reduce_barrier", "barrier", "b
 EVEN |= {"reduce", "all_gather", "_all_gather_base", "reduce_scatter", "_reduce_scatter_base"}
 EVEN |= {"_broadcast_oop", "_reduce_oop"}
 KINDS = ("mismatch", "missing", "incomplete")  # the most informative first
-# A dump that is older than the start by this much is of an earlier start, as the clocks of hosts
-# differ less.
+# A dump that is older than the start by more than this belongs to an earlier start: the clocks of
+# hosts differ by less.
 OLD_SECONDS = 60.0
 
 
@@ -32,7 +32,7 @@ class Dumps:
     # entries by group, collective_seq_id and rank
     calls: dict[str, dict[int, dict[int, list[dict[str, Any]]]]] = field(default_factory=dict)
     members: dict[str, set[int]] = field(default_factory=dict)  # ranks by group, as far as known
-    ranks: set[int] = field(default_factory=set)  # those that have left a dump
+    ranks: set[int] = field(default_factory=set)  # the ranks that have left a dump
     notes: list[str] = field(default_factory=list)  # which dumps were left out, and why
 
 
@@ -40,11 +40,11 @@ class Dumps:
 class Finding:
     """The first collective in which ranks differ, or that was not completed."""
 
-    kind: str  # one of KINDS; missing: some ranks have not called it
+    kind: str  # one of KINDS; "missing": some ranks have not called the collective
     number: int  # collective_seq_id
     group: str
-    calls: dict[str, list[int]]  # the ranks by what they called
-    missing: list[int]  # the ranks that have not called it
+    calls: dict[str, list[int]]  # ranks by the call that they made
+    missing: list[int]  # the ranks that have not called the collective
 
     @property
     def fewest(self) -> list[int]:
@@ -69,7 +69,7 @@ def read(folder: Path, since: float) -> Dumps:
         entries = [entry for entry in _list(dump.get("entries")) if _is_collective(entry)]
         times = [entry["time_created_ns"] / 1e9 for entry in entries]
         if max(times, default=path.stat().st_mtime) < since - OLD_SECONDS:
-            dumps.notes.append(f"errors/{path.name} is of an earlier start, so it is left out")
+            dumps.notes.append(f"errors/{path.name} is from an earlier start, so it is left out")
             continue
         rank = int(match[1])
         dumps.ranks.add(rank)
@@ -89,9 +89,9 @@ def read(folder: Path, since: float) -> Dumps:
 
 
 def compare(dumps: Dumps) -> Finding | None:
-    """Return the first collective in which ranks differ; None if the dumps show nothing.
+    """Return the collective that best explains the hang; None if the dumps show nothing.
 
-    A mismatch comes before a missing call, and a missing call before an incomplete one. Of several
+    A mismatch is preferred to a missing call, and a missing call to an incomplete collective; among
     findings of one kind, the one with the earliest call is returned.
     """
     findings = [
@@ -107,13 +107,13 @@ def _findings(group: str, dumps: Dumps) -> Iterator[tuple[int, Finding]]:
     by_number = dumps.calls[group]
     ranks = {rank for by_rank in by_number.values() for rank in by_rank}
     expected = dumps.members.get(group, set()) & dumps.ranks | ranks
-    # a rank keeps only its last collectives, so comparing begins where all ranks have theirs
+    # a rank keeps only its last collectives, so comparing begins where all ranks have entries
     first = max(min(n for n, by_rank in by_number.items() if rank in by_rank) for rank in ranks)
     for number in sorted(number for number in by_number if number >= first):
         by_rank = dict(sorted(by_number[number].items()))
         entries = [entry for called in by_rank.values() for entry in called]
         missing = sorted(expected - by_rank.keys())
-        # not "retired", which a collective that timed out is too
+        # not by entry["retired"], which is also true for a collective that timed out
         is_done = all(entry["state"] == "completed" for entry in entries)
         calls: dict[str, list[int]] = {}
         for rank, called in by_rank.items():

@@ -1,4 +1,4 @@
-"""What the time of a run was spent on."""
+"""Compute what the time of a run was spent on."""
 
 import math
 from bisect import bisect_right
@@ -9,7 +9,7 @@ from typing import Any
 from ..run_files import ENDED, Status, each_start, records
 from ..words import format_seconds
 
-GOOD = 0.9  # the share of the time that trained kept steps, below which it is shown
+GOOD = 0.9  # a goodput (share of the time that trained kept steps) below this is shown
 START_SECONDS = 60.0  # a run that has kept no step in this time has no goodput to show yet
 PAUSES = {"checkpoint": "saving", "evaluation": "evaluation"}  # by the kind of their records
 PARTS = ("kept", "startup", "lost", "saving", "evaluation", "data", "ending")
@@ -33,9 +33,9 @@ def goodput(folder: Path) -> dict[str, Any]:
     """Return what the time of a run was spent on, as fractions by name; {} without starts.jsonl.
 
     Returns:
-        "launcher" and "calendar", over the time in which a launcher ran and over that since the
-        first one began: "seconds", and the share of each of PARTS; in the calendar also "down".
-        "unknown_starts": those by accelerate launch or torchrun, of which no line says anything.
+        "launcher" (the time in which a launcher ran) and "calendar" (the time since the first
+        launcher began): "seconds", and the share of each of PARTS; in "calendar" also "down".
+        "unknown_starts": the number of starts not in starts.jsonl (by accelerate launch, torchrun).
     """
     if not (starts := spans(folder)):
         return {}
@@ -79,7 +79,7 @@ def goodput(folder: Path) -> dict[str, Any]:
 
 def spans(folder: Path) -> list[Span]:
     """Return the spans of the starts in starts.jsonl, by time."""
-    kept_step = math.inf  # from which later starts have continued
+    kept_step = math.inf  # the lowest step from which a later start has continued
     newest_first = []
     for begin, end in reversed(each_start(folder)):
         is_lost = end is not None and end.outcome not in ENDED  # without an end: maybe under way
@@ -94,13 +94,13 @@ def spans(folder: Path) -> list[Span]:
 
 
 def shares(seconds: dict[str, float], whole: float) -> dict[str, float]:
-    """Return the share of each part in the whole, whose seconds are the first item."""
-    parts = {name: round(part / (whole or 1), 4) for name, part in seconds.items()}
-    return {"seconds": round(whole, 1)} | parts
+    """Return the seconds of the whole, then the share of each part in it."""
+    fractions = {name: round(part / (whole or 1), 4) for name, part in seconds.items()}
+    return {"seconds": round(whole, 1)} | fractions
 
 
 def in_words(status: Status) -> str:
-    """Return the goodput in a status.json as a line; "" where it is good or says nothing yet."""
+    """Return the goodput in a status.json as a line; "" if it is good or says nothing yet."""
     calendar = status.calendar
     if not {"kept", "seconds"} <= calendar.keys():
         return ""

@@ -3,14 +3,15 @@
     python -m my_project planner --config configs/image_classification.yaml \
         --nodes 4 --gpus-per-node 8 --gpu-memory-gb 80
 
-It prints a row for each accelerate config on the cluster and for the same global batch on fewer
-GPUs, says which one to use, and where more GPUs would not help. The cluster need not exist. Memory,
-traffic and FLOPs are those of simulated steps (simulate.py): one step of rank 0 with the accelerate
-config, real sharding or DDP, on fake tensors in one process. The step time is computed from them.
-The speed of a GPU comes from --samples-per-second, measured on one GPU, or else from --gpu-tflops
-and --mfu; the bandwidths come from preflight.py (--measured runs/preflight.json) or from options.
+It prints a row for each accelerate config, on the whole cluster and on fewer GPUs with the same
+global batch. It says which config to use, and whether more GPUs would help. The cluster need not
+exist. Memory, traffic and FLOPs are those of simulated steps (simulate.py): one process takes a
+step of rank 0 on fake tensors, with the sharding or DDP of the accelerate config. The step time is
+computed from them. The speed of a GPU comes from --samples-per-second, measured on one GPU, or else
+from --gpu-tflops and --mfu; the bandwidths come from preflight.py (--measured runs/preflight.json)
+or from options.
 
-With --simulate it prints one of these steps: the memory of a GPU by kind, and every collective.
+With --simulate it prints one simulated step: the memory of a GPU by kind, and every collective.
 
     python -m my_project planner --simulate --config configs/image_classification.yaml \
         --nodes 64 --gpus-per-node 8 --where multi_node_hsdp
@@ -37,17 +38,17 @@ def parser() -> argparse.ArgumentParser:
     add("--nodes", type=int, default=1)
     add("--gpus-per-node", type=int, default=8)
     add("--gpu-memory-gb", type=float, default=80.0)
-    add("--reserved-gb", type=float, default=2.0, help="assumed for context, NCCL, fragmentation")
+    add("--reserved-gb", type=float, default=2.0, help="for CUDA context, NCCL, fragmentation")
     add("--samples-per-second", type=float, help="speed of one GPU, as a run on one GPU reports it")
     add("--gpu-tflops", type=float, default=989.0, help="peak of the data sheet; H100 in bf16: 989")
     add("--mfu", type=float, default=0.4, help="MFU, used if --samples-per-second is not given")
     add("--measured", type=Path, help="file with measured bandwidths: runs/preflight.json")
     add("--in-node-gb-per-second", type=float, default=300.0, help="all-reduce bus bandwidth")
-    add("--over-nodes-gb-per-second", type=float, default=40.0, help="the same over all nodes")
+    add("--over-nodes-gb-per-second", type=float, default=40.0, help="bus bandwidth over all nodes")
     add("--latency-us", type=float, default=20.0, help="latency of one message over the network")
-    add("--save-seconds", type=float, help="duration of a save; the plan recommends an interval")
+    add("--save-seconds", type=float, help="duration of a save, to recommend an interval")
     add("--restart-seconds", type=float, default=60.0, help="from a failure to the next step")
-    add("--hours-between-failures", type=float, help="default: as published for 1,024 GPUs, 7.9")
+    add("--hours-between-failures", type=float, help="default: 7.9 for 1,024 GPUs (published)")
     add("--simulate", action="store_true", help="print one simulated step instead of a plan")
     add("--where", default="multi_node", help="simulate: accelerate_configs/NAME.yaml, or a path")
     add("--json", action="store_true")
@@ -64,14 +65,14 @@ from .simulate import Collective, Simulation, Simulator, sharding_refusal
 
 GB = 1e9
 KINDS = ("DDP", "HSDP", "FSDP2")  # the simplest first
-# Fewer GPUs, or a simpler kind, are chosen if their step is at most this factor longer than the
-# shortest one.
+# Fewer GPUs or a simpler kind are chosen if their step takes at most this many times the time of
+# the shortest step.
 SIMILAR = 1.1
-# Steps below this count as equally long: about 1 ms of a step is Python, and data loading comes on
-# top; neither is predicted.
+# Steps shorter than this are treated as equally long: Python (about 1 ms) and data loading are not
+# predicted.
 SHORT_STEP_SECONDS = 5e-3
-# Share of the backward pass in the time of a micro-batch: it has two matrix products for each one
-# of the forward pass.
+# Share of the backward pass in the time of a micro-batch: it computes two matrix products for each
+# matrix product of the forward pass.
 BACKWARD_SHARE = 2 / 3
 FAILURE_GPU_HOURS = 7.9 * 1024  # between failures on Meta's research clusters (arXiv 2410.21680)
 # Simulates a step: the accelerate config, nodes, GPUs per node, micro-batch size, accumulation.
@@ -83,9 +84,9 @@ def step_seconds(kind: str, step: Simulation, cluster: argparse.Namespace) -> tu
     """Estimate the seconds of computation in a step, and of the whole step.
 
     A collective sends its bytes through a ring, and each message has a latency proportional to log2
-    of the number of GPUs. The communication of DDP overlaps with the backward pass of the last
-    micro-batch, except for the last bucket; that of sharding overlaps with all computation, except
-    for one block.
+    of the number of GPUs. With DDP, the communication of all buckets but the last overlaps with the
+    backward pass of the last micro-batch. With sharding, the communication of all blocks but one
+    overlaps with all computation.
 
     Args:
         kind: one of KINDS.
@@ -102,7 +103,7 @@ def step_seconds(kind: str, step: Simulation, cluster: argparse.Namespace) -> tu
     messages = max(numbers, default=1)
     overlapping = compute
     if kind == "DDP":
-        messages = max(1, messages - 1)  # one of them is that of the step's sums
+        messages = max(1, messages - 1)  # without the all-reduce of the step's sums
         overlapping = BACKWARD_SHARE * micro_batch_seconds
     return compute, compute + communicate - min(communicate * (1 - 1 / messages), overlapping)
 
@@ -112,7 +113,7 @@ def collective_seconds(
 ) -> float:
     """Estimate the seconds of the collectives of one kind in a step.
 
-    In a ring over nodes, a node sends as much over the network as one of its GPUs does. If a group
+    In a ring over nodes, a node sends as much over the network as one of its GPUs sends. If a group
     has only some of the GPUs of a node, several rings share the node's link.
     """
     bandwidth = cluster.in_node_gb_per_second * GB
@@ -156,10 +157,10 @@ def fastest_layout(total: int, world_size: int, limit: float) -> BatchLayout:
 def largest_that_fits(
     take: TakeStep, where: tuple[str, int, int], total: int, limit: float, free_bytes: float
 ) -> tuple[Simulation, float]:
-    """Find the largest micro-batch that fits into a GPU, or else a micro-batch of 1 sample.
+    """Simulate a step with the largest micro-batch that fits into a GPU, or else with 1 sample.
 
-    When a step does not fit, its activations shrink at most in proportion to the micro-batch, and
-    the rest of its memory does not shrink: this excludes sizes that need not be tried.
+    With a smaller micro-batch, activations shrink at most in proportion, and the rest of the memory
+    does not shrink, so some sizes need not be tried.
 
     Args:
         take: simulates a step.
@@ -169,7 +170,7 @@ def largest_that_fits(
         free_bytes: free memory of a GPU.
 
     Returns:
-        The step, and the limit of the micro-batch that has been found.
+        The simulated step, and the new limit.
     """
     while True:
         layout = fastest_layout(total, where[1] * where[2], limit)
@@ -187,7 +188,7 @@ def plan(
 ) -> list[dict[str, Any]]:
     """Predict each kind on 1, 2, 4, ... GPUs of a node, then on 1, 2, 4, ... nodes.
 
-    On less than the whole cluster, kinds after the simplest one that fits are left out.
+    On only a part of the cluster, kinds after the simplest one that fits are left out.
     """
     whole = (cluster.nodes, cluster.gpus_per_node)
     sizes = [(1, gpus) for gpus in _doubled(cluster.gpus_per_node)]
@@ -238,7 +239,7 @@ def advice(rows: list[dict[str, Any]]) -> list[str]:
     sentences = [
         f"Choose accelerate_configs/{best['config']}.yaml with --batches.micro_batch_size"
         f" {best['micro_batch']}.",
-        f"The start takes {best['host_bytes'] / GB:.3g} GB of host memory on"
+        f"The start needs {best['host_bytes'] / GB:.3g} GB of host memory on"
         f" {'each' if best['kind'] == 'DDP' else 'the first'} node.",
         "Step time and efficiency are estimates, without data loading and about 1 ms of Python.",
     ]

@@ -51,8 +51,8 @@ from ..run_folder import not_shared
 from .reader import format_number, print_table
 
 MB = 1_000_000
-# The time limit of a check. Nodes that send 256 MB to each other node three times, at 100 MB/s, do
-# not reach it.
+# The time limit of a check is higher than the time in which nodes send 256 MB to each other node,
+# three times, at 100 MB/s.
 SECONDS = 60.0
 SECONDS_PER_NODE = 8.0
 MAX_CLOCK_SKEW_SECONDS = 5.0
@@ -202,12 +202,12 @@ def exchange_seconds(accelerator: Accelerator, size: int) -> list[float]:
 def link_speeds(seconds: list[list[float]], size: int) -> dict[tuple[int, int], float]:
     """Return the bytes per second of each pair of nodes, in the slower direction.
 
-    Both ends of a slow link are late, so the earlier end gives the speed: the other one may be late
-    because of another link.
+    A slow link delays both of its nodes, so the shorter of their times gives its speed: the longer
+    time may be due to another link.
 
     Args:
-        seconds: by node and distance.
-        size: of the tensor that was sent, in bytes.
+        seconds: duration of each exchange, by node and distance.
+        size: size of the tensor that was sent, in bytes.
     """
     speeds: dict[tuple[int, int], float] = {}
     for a in range(len(seconds)):
@@ -269,7 +269,7 @@ def judge(by_rank: list[dict[str, Any]]) -> list[str]:
         f"{host} limits pinned memory, which InfiniBand needs: see ulimit in the Dockerfile."
         for host in dict.fromkeys(limited)
     ]
-    if "gpu" in by_rank[0]["agree"]:  # a CPU may be shared with other programs
+    if "gpu" in by_rank[0]["agree"]:  # CPUs may be shared with other programs: not compared
         speeds = {f"rank {rank} ({own['host']})": own["flops"] for rank, own in enumerate(by_rank)}
         problems += slow(speeds, SLOW_GPU)
     return problems
@@ -298,7 +298,7 @@ def main(config: Config) -> int:
     layout.batch_layout(config.batches, world()[0])
     check_launch(config)
     check_outputs(config)
-    limit = round(limit_seconds())  # `checking` acts before the process group does
+    limit = round(limit_seconds())  # `checking` times out before the process group does
     distributed = replace(
         config.distributed, timeout_seconds=limit, startup_timeout_seconds=limit, ddp={}
     )

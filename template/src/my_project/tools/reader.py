@@ -34,7 +34,7 @@ from ..words import PACKAGE
 
 PARTS_OF_A_RUN = ("config.yaml", "status.json", "run.json", "metrics.jsonl", "checkpoints")
 LATEST = 100  # records that show what a run is doing now
-# Settings of where a run is, and of how it begins and ends.
+# Settings for the location of a run, and for how it begins and ends.
 NOT_COMPARED = {"run_name", "runs_folder", "resume", "stop_after"}
 
 
@@ -44,8 +44,8 @@ class Run:
 
     folder: Path
     status: Status
-    # the outcome in status.json; "interrupted" if that is running but no process holds the lock;
-    # "damaged" if there is none
+    # the outcome in status.json; "interrupted" if it is "running" but no process holds the lock;
+    # "damaged" if there is no outcome
     state: str
     info: RunInfo
     settings: dict[str, Any]  # config.yaml by dotted name, such as optim.lr; recipe: its class
@@ -67,7 +67,7 @@ class Run:
 
     @property
     def step(self) -> int:
-        """Return the steps done; status.json lags behind the records while a run goes on."""
+        """Return the number of steps done; during a run, the records are ahead of status.json."""
         return max(self.status.step, *(record.step for record in self.skimmed[0][-1:]), 0)
 
     @property
@@ -121,7 +121,7 @@ def read_run(folder: Path) -> Run:
 
 
 def read_folder(folder: Path) -> Run:
-    """Read a folder in which a run folder's files may be missing, as after an early failure."""
+    """Read a run folder in which files may be missing, for example after an early failure."""
     status, info = read_status(folder), read_info(folder)
     state = status.outcome or "damaged"
     if state == "running" and is_locked(folder) is False:
@@ -139,7 +139,7 @@ def read_folder(folder: Path) -> Run:
             run.problems.append(f"{name} is missing or damaged, so its content is not known.")
     if not info.is_damaged and info.format != RUN_FORMAT:
         problem = f"run.json has format {info.format} of a run folder, but this version reads"
-        run.problems.append(f"{problem} format {RUN_FORMAT}: what it does not know is left out.")
+        run.problems.append(f"{problem} format {RUN_FORMAT}: unknown fields are left out.")
     return run
 
 
@@ -159,7 +159,7 @@ def read_records(run: str | Path) -> list[dict[str, Json]]:
 
 
 def valid_time(seconds: float) -> float:
-    """Return a time in seconds since 1970; 0 if it is not a possible one."""
+    """Return a time in seconds since 1970; 0 if it is not a possible time."""
     return seconds if 0 < seconds < 1e11 else 0.0
 
 

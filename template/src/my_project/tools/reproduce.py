@@ -40,7 +40,7 @@ def print_commands(folder: Path) -> None:
 
 
 def start_folder(folder: Path, start: str) -> Path:
-    """Return the folder in starts/ with a start's code, which an earlier start may have kept."""
+    """Return the folder in starts/ with a start's code; an earlier start may have kept it."""
     for listed in sorted((folder / "starts").glob("*/same_code.txt")):
         with suppress(OSError):
             if start in read_own(listed).decode(errors="replace").split():
@@ -78,11 +78,11 @@ def code_lines(kept: Kept, path: Path, name: str) -> Iterator[str]:
         yield line("git", "apply", "--whitespace=nowarn", str(path / "code.patch"))
     if "sources.zip" in kept.files:
         yield line("python3", "-m", "zipfile", "-e", str(path / "sources.zip"), ".")
-    for file, known in kept.files.items():
+    for file, expected in kept.files.items():
         digest = ""
         with suppress(OSError):
             digest = hashlib.sha256(read_own(path / file)).hexdigest()
-        if digest != known:
+        if digest != expected:
             yield note(f"WARNING: {file} is missing or not what the start wrote")
     if kept.not_kept:
         yield note(f"WARNING: not all of the code was kept: {kept.not_kept}")
@@ -103,13 +103,13 @@ def run_lines(kept: Kept, info: RunInfo, folder: Path) -> Iterator[str]:
         yield line("mkdir", "-p", "--", kept.folder)
         yield line("cd", "--", kept.folder)
     if (hosts := len({*info.hosts})) > 1:
-        yield note(f"it had {len(info.hosts)} processes on {hosts} hosts: run this on each of them")
+        yield note(f"{len(info.hosts)} processes ran on {hosts} hosts: run this on each host")
     words = train_words(kept.package, info, str(folder / "config.yaml"))
     yield line(*words, "--run_name", f"{folder.name}-again")
 
 
 def train_words(package: str, info: RunInfo, config: str) -> list[str]:
-    """Return the command that trains a config as the run was launched."""
+    """Return the command that trains a config, launched in the same way as the run."""
     launcher, train, count = [*info.launcher], f"{package}.train", str(len(info.hosts) or 1)
     if train in launcher:  # accelerate launch, or the launcher of the project
         words = launcher[: launcher.index(train) + 1]

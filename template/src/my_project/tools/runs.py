@@ -4,11 +4,11 @@
     python -m my_project runs /shared/runs | grep failed
     python -m my_project runs --reproduce runs/table
 
-Goodput is the share of the time since the first launch in which steps were trained that were kept.
-It is not known for a run that is under way, nor for starts by accelerate launch or torchrun.
+Goodput is the share of the time since the first launch that was spent on steps that were kept. It
+is not known for a run that is under way, nor for starts by accelerate launch or torchrun.
 
-The settings of each run are compared with those of the first run, by name, that has the same
-recipe. A run that is under way is not disturbed.
+Each run's settings are compared with those of the first run in the list that has the same recipe. A
+run that is under way is not disturbed.
 """
 
 import math
@@ -95,7 +95,7 @@ def list_runs(folder: Path) -> list[Summary]:
 
 
 def differences(runs: list[Summary]) -> list[list[str]]:
-    """Return for each run its settings that differ from the first run with the same recipe."""
+    """Return for each run the settings that differ from those of the first run of its recipe."""
     ignored = (*NOT_COMPARED, "telemetry.", "checkpoints.")
     first_of_recipe: dict[Any, dict[str, Any]] = {}
     differing = []
@@ -113,7 +113,7 @@ def print_runs(runs: list[Summary]) -> None:
     from rich.table import Table
     from rich.text import Text
 
-    # in a pipe no line is wrapped, so that a program can read it
+    # in a pipe no line is wrapped, so that programs can read the output
     width = None if sys.stdout.isatty() else 10_000
     console = Console(soft_wrap=True, width=width, markup=False, emoji=False)
     table = Table(box=None, pad_edge=False, header_style="bold")

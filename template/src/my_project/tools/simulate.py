@@ -1,9 +1,9 @@
 """Simulate one step of rank 0 on a cluster that need not exist, for planner.py.
 
-In one process, with fake tensors and torch's fake process group (in which no other rank answers),
-the recipe's model takes a real step: sharded by the loop's own function, or with its gradients in
-the buckets that DDP makes, as the accelerate config says. The memory of each kind, every collective
-and the FLOPs are counted. Tensors have no values, so there is neither a loss nor a time.
+The recipe's model takes a real step in one process, with fake tensors and torch's fake process
+group (in which no other rank answers). Depending on the accelerate config, the loop's own function
+shards the model, or the gradients are in buckets as with DDP. The memory of each kind, every
+collective and the FLOPs are counted. Tensors have no values, so there is neither a loss nor a time.
 
 Not simulated: torch.compile, SyncBatchNorm's collectives, the scaler of fp16, what CUDA and NCCL
 allocate, fragmentation.
@@ -55,7 +55,7 @@ from ..process import no_garbage_collection
 from ..recipe import DataInfo, Dataset
 from ..settings import parse
 
-# The function of FSDP2 that returns the parts of all ranks, from which FSDP2 takes that of its rank
+# The function with which FSDP2 splits a tensor for all ranks; FSDP2 then takes its own rank's part.
 CHUNKS = "torch.distributed.fsdp._fully_shard._fsdp_param._chunk_with_empty"
 KINDS = {  # the kinds of memory that are printed, and what torch's trackers call them
     "state": ("Parameter", "Sharded Param", "Buffer", "Optstate", "OptState", "Inputs"),
@@ -65,7 +65,7 @@ KINDS = {  # the kinds of memory that are printed, and what torch's trackers cal
 }
 # Environment variables that describe this machine, not the node that is simulated.
 OF_THIS_MACHINE = re.compile(r"ACCELERATE_|FSDP_|PARALLELISM_CONFIG_|CUDA_VISIBLE_DEVICES$")
-# Torch 2.10 also counts the whole tensors with which DTensor infers the shapes of the optimizer's
+# Torch 2.10 also counts the whole tensors from which DTensor infers the shapes of the optimizer's
 # results.
 SHARDED_SINCE = "2.15"
 OPERATIONS = ("all-gather", "all-reduce", "reduce-scatter")
@@ -78,13 +78,13 @@ CPU = torch.device("cpu")
 
 @dataclass(frozen=True, kw_only=True)
 class Collective:
-    """The collectives of one kind that a rank calls in a group of ranks in one step."""
+    """All collectives of one kind that a rank calls in one step, in one group of ranks."""
 
     operation: str
     group_size: int
     group_per_node: int  # ranks of the group on one node
     number: int
-    size_bytes: int  # sum of the whole tensors: gathered, or before they are scattered or reduced
+    size_bytes: int  # sum of the whole tensors: after a gather, before a reduction or scatter
 
     @property
     def is_in_node(self) -> bool:
@@ -95,7 +95,7 @@ class Collective:
     def sent_bytes(self) -> float:
         """Return the number of bytes that a rank sends in a ring.
 
-        An all-reduce of N ranks sends 2 (N-1)/N of its size, the others send half of that
+        An all-reduce of N ranks sends 2 (N-1)/N of its size, the other operations half of that
         (Patarasuk and Yuan, Bandwidth optimal all-reduce algorithms, 2009).
         """
         passes = 2 if self.operation == "all-reduce" else 1
@@ -104,7 +104,7 @@ class Collective:
 
 @dataclass(frozen=True, kw_only=True)
 class Simulation:
-    """What a rank holds, communicates and computes in a step."""
+    """The memory, communication and computation of a rank in a step."""
 
     nodes: int
     gpus_per_node: int
@@ -146,7 +146,7 @@ def sharding_refusal() -> str:
 
 # ---- the launch ----------------------------------------------------------------------------------
 class Simulator:
-    """Takes steps of one run on clusters of any size; its data is prepared once."""
+    """Simulates steps of one run on clusters of any size; prepares the run's data once."""
 
     def __init__(self, arguments: list[str]) -> None:
         """Read the command line of the run: --config and settings."""
@@ -240,7 +240,7 @@ def _batch(config: Config, train_set: Dataset, micro_batch: int, fake: FakeTenso
     with unset_fake_temporarily():
         data, count = train_set, READ_SAMPLES
         if is_stream(train_set):
-            data = list(islice(train_set.lane(0, 0, config.seed), count))  # of a stream
+            data = list(islice(train_set.lane(0, 0, config.seed), count))
         samples = [data[index] for index in range(min(count, len(data)))]
     samples = [samples[index % len(samples)] for index in range(micro_batch)]
     collate = getattr(config.recipe, "collate", None) or default_collate
@@ -289,11 +289,11 @@ class _Step:
         self.ema: Any = None
         if config.optim.ema_decay:
             self.ema = EMA(self.raw_model, config.optim.ema_decay)
-            for index, average in enumerate(self.ema.averages):  # so that the trackers know them
+            for index, average in enumerate(self.ema.averages):  # the trackers count buffers
                 self.model.register_buffer(f"ema_{index}", average)
 
     def _make_buckets(self, options: Any) -> None:
-        """Make the gradients views of buckets, as DDP does; DDP itself would read values."""
+        """Make the gradients views of buckets, as DDP does: DDP itself would read tensor values."""
         is_bf16 = options.comm_hook.value == "bf16"
         self.sent_dtype = torch.bfloat16 if is_bf16 else torch.float32
         self.synced_buffers = [*self.raw_model.buffers()] if options.broadcast_buffers else []
@@ -396,14 +396,14 @@ def _count(step: _Step, batch: Any, accumulation: int, gpus_per_node: int) -> di
 
 
 class _NoPeaks(WeakIdKeyDictionary):
-    """What a tracker notes for each module, without the peaks, which take most of its time."""
+    """The notes of a tracker for each module, without peaks, which take most of its time."""
 
     def values(self) -> Any:
         return ()
 
 
 class _Recorder(TorchDispatchMode):
-    """Records each collective `weight` times, and collects garbage from time to time."""
+    """Counts each collective `weight` times, and collects garbage from time to time."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -413,7 +413,7 @@ class _Recorder(TorchDispatchMode):
         self.sizes: Counter[tuple[str, tuple[int, ...]]] = Counter()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if DTensor in types:  # this mode then sees the operations on its local tensors
+        if DTensor in types:  # this mode then sees the operations on the local tensors
             return NotImplemented
         self.operations += 1
         if self.operations % OPERATIONS_PER_COLLECTION == 0:
@@ -423,8 +423,8 @@ class _Recorder(TorchDispatchMode):
             name = CollectiveOp.get_process_group(func, args).group_name
             ranks = tuple(dist.get_process_group_ranks(_resolve_process_group(name)))
             name = func.overloadpacket.__name__.replace("_", "")  # allgatherbase
-            known = (operation for operation in OPERATIONS if operation.replace("-", "") in name)
-            key = (next(known, name), ranks)
+            matches = (operation for operation in OPERATIONS if operation.replace("-", "") in name)
+            key = (next(matches, name), ranks)
             # the size is that of the input or the output, whichever is larger
             tensors = [leaf for leaf in tree_leaves((args, result)) if hasattr(leaf, "nbytes")]
             self.numbers[key] += self.weight

@@ -1,10 +1,10 @@
 """Mark a loss or a gradient norm that is far above its running median.
 
-What is far depends on the last values, so that the same rule serves a smooth curve and a noisy one:
-more than DEVIATIONS times the median absolute deviation above the median, and more than TAILS times
-as far above it as the 95th percentile, since small batches have long upper tails. A curve that
-falls, as at the start, is below its median and is not marked. A curve that stays high after a jump
-is marked once: half a window later, the median is high too.
+A value is marked if it is above the median of the last values by more than DEVIATIONS times their
+median absolute deviation, and by more than TAILS times the distance of their 95th percentile from
+the median, since small batches have long upper tails. So the same rule serves smooth and noisy
+curves. A curve that falls, as at the start, is below its median and is not marked. A curve that
+stays high after a jump is marked once: half a window later, the median is high too.
 """
 
 import math
@@ -18,9 +18,9 @@ MIN_VALUES = 32  # nothing is marked before there are this many
 DEVIATIONS = 8.0
 TO_SIGMA = 1.4826  # the median absolute deviation times this is the sigma of a normal distribution
 TAILS = 3.0
-MIN_RELATIVE = 0.02  # deviation relative to the median: less is noise, even on a flat curve
-MIN_ABSOLUTE = 1e-9  # deviation, for a median of 0
-PAUSE = WINDOW // 2  # values after a mark that are not marked
+MIN_RELATIVE = 0.02  # minimum deviation relative to the median: less is noise, on flat curves too
+MIN_ABSOLUTE = 1e-9  # minimum deviation, for a median of 0
+PAUSE = WINDOW // 2  # this many values after a marked value are not marked
 
 
 def spikes(values: Iterable[float]) -> Iterator[tuple[int, float]]:
@@ -51,5 +51,5 @@ def is_far(value: float, ordered: list[float]) -> bool:
     tail = ordered[int(0.95 * len(ordered))] - middle
     min_deviation = max(MIN_RELATIVE * abs(middle), MIN_ABSOLUTE)
     if value <= middle + max(TAILS * tail, DEVIATIONS * min_deviation):
-        return False  # almost always, so the median absolute deviation is seldom computed
+        return False  # for most values, so the median absolute deviation is seldom computed
     return value > middle + DEVIATIONS * TO_SIGMA * median(abs(x - middle) for x in ordered)

@@ -1,8 +1,8 @@
-"""Charts for the report, of any curves: lines are SVG, text is HTML, and there is no script.
+"""Draw the charts of the report: lines are SVG, text is HTML, and there is no script.
 
 The SVG of a plot is stretched to the width of the page, but its strokes are not (vector-effect).
-Labels are HTML, placed in percent, so that text has the same size on a phone and on a desk. Colors,
-dashes and sizes are in the style sheet of page.py.
+Labels are HTML, positioned in percent, so that text has the same size on a phone and on a large
+screen. Colors, dashes and sizes are in the style sheet of page.py.
 
 Many points are drawn in groups: a line through the mean of each group, and a band from its lowest
 to its highest value, so that no spike is lost.
@@ -49,7 +49,7 @@ class Axis(NamedTuple):
     is_log: bool = False
 
     def at(self, values: np.ndarray | Sequence[float]) -> np.ndarray:
-        """Return the places of values on the axis, from 0 to 1; outside values are at its ends."""
+        """Return the positions of values on the axis, clipped to the range from 0 to 1."""
         places, low, high = np.asarray(values, float), self.low, self.high
         if self.is_log:
             places = np.log10(np.maximum(places, low))
@@ -111,7 +111,7 @@ def path(x: np.ndarray, y: np.ndarray) -> str:
 
 
 def dots(x: np.ndarray, y: np.ndarray) -> str:
-    """Return a path of lines of length 0, which round caps show as dots of a size in pixels."""
+    """Return a path of zero-length lines, which round caps turn into dots of a size in pixels."""
     kept = np.isfinite(y)
     points = zip((x[kept] * WIDTH).tolist(), ((1 - y[kept]) * HEIGHT).tolist(), strict=True)
     return "".join(f"M{px:.0f} {py:.0f}h0" for px, py in points)
@@ -124,10 +124,10 @@ def rules(x: np.ndarray, top: int, length: int) -> str:
 
 
 def in_groups(x: np.ndarray, values: np.ndarray, groups: int) -> list[np.ndarray]:
-    """Return the place, mean, lowest and highest value of each group of points.
+    """Return the mean position, and the mean, lowest and highest value, of each group of points.
 
     Args:
-        x: places from 0 to 1.
+        x: positions from 0 to 1.
         values: NaN where there is none.
         groups: number of equal parts of the axis; parts without points are left out.
     """
@@ -142,7 +142,7 @@ def in_groups(x: np.ndarray, values: np.ndarray, groups: int) -> list[np.ndarray
 
 # ---- a chart -------------------------------------------------------------------------------------
 def key(kind: str) -> str:
-    """Return the line beside a name in a legend; kind is its CSS class."""
+    """Return the sample line beside a name in a legend; kind is its CSS class."""
     drawn = f'<path class="{kind}" d="M3 4h16"/>'
     return f'<svg class="key" viewBox="0 0 22 8" aria-hidden="true">{drawn}</svg>'
 

@@ -18,7 +18,7 @@ from ...run_files import Record
 from ..reader import Run, read_run
 
 PHASES = ("data", "evaluation", "saving")
-RANK_COLUMNS = ("rank_seconds_median", "rank_seconds_max")  # left out if there is one process
+RANK_COLUMNS = ("rank_seconds_median", "rank_seconds_max")  # left out for a single process
 COLUMNS = (
     *("step", "loss", "skipped", "skipped_steps", "learning_rate", "gradient_norm"),
     *("samples_per_second", "items_per_second", "mfu", "peak_memory_bytes", "elapsed_seconds"),
@@ -70,9 +70,9 @@ class History:
     def best(self) -> tuple[str, Evaluation | None]:
         """Return the name of the best_metric, and the best evaluation, if there is one."""
         name = text(self.run.settings.get("evaluation.best_metric"))
-        known = [e for e in self.evaluations if math.isfinite(e.results.get(name, math.nan))]
+        finite = [e for e in self.evaluations if math.isfinite(e.results.get(name, math.nan))]
         choose = min if self.run.settings.get("evaluation.best_mode") == "min" else max
-        return name, choose(known, key=lambda one: one.results[name], default=None)
+        return name, choose(finite, key=lambda one: one.results[name], default=None)
 
     @property
     def skipped(self) -> np.ndarray:
@@ -134,7 +134,7 @@ def read_history(folder: Path) -> History:
 
 
 def note_followed(history: History) -> None:
-    """Add the evaluations beside training, for steps that training has not evaluated itself."""
+    """Add evaluations by `evaluate --follow`, for steps that training has not evaluated itself."""
     evaluated = {evaluation.record.step for evaluation in history.evaluations}
     records = [*history.run.each_record("evaluations.jsonl")]
     # if a step was trained again, its last record counts
@@ -147,7 +147,7 @@ def note_followed(history: History) -> None:
 
 
 def note(history: History, record: Record) -> None:
-    """Add a record of any kind but "interval"."""
+    """Add a record to the history; it may be of any kind except "interval"."""
     kind, values = record.kind, record.values
     if kind == "start":
         size, hosts = values.get("world_size"), Counter(map(text, record.texts("hosts")))

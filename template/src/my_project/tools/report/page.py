@@ -1,8 +1,8 @@
 """The frame of the report: one HTML file that loads nothing.
 
-Everything that comes from a run folder passes through `escape`. Even if that were forgotten
-somewhere, the browser would run only the script below, whose hash the page states, and would load
-nothing (Content-Security-Policy).
+Everything that comes from a run folder passes through `escape`. Even if a value were not escaped,
+the browser would run only the script below, whose hash the page states, and would load nothing
+(Content-Security-Policy).
 """
 
 import hashlib
@@ -109,7 +109,7 @@ def escape(value: object, max_characters: int = 300) -> str:
     """Return a value as text that is safe in HTML and in a quoted attribute.
 
     Characters that are not printable, such as those that reverse the direction of text, are
-    replaced; a text that is too long is cut.
+    replaced; longer texts are cut.
     """
     if isinstance(value, Html):
         return value

@@ -19,7 +19,7 @@ from ...words import say
 from ..reader import make_tool_parser, run_tool
 from .page import GENERATOR, page
 
-MAX_RUNS = 8  # there are this many colors that one can tell apart
+MAX_RUNS = 8  # the number of colors that are easy to tell apart
 LONG_NAME = 20  # characters; names up to this length are not shortened
 
 
@@ -29,7 +29,7 @@ def write_report(folders: list[Path], output: str | None = None) -> Path:
     Raises:
         ConfigError: a folder is not a run folder, or the report cannot be written there.
     """
-    from .history import read_history  # these import numpy
+    from .history import read_history  # both modules import numpy
     from .sections import body
 
     # runs/* includes an earlier report of several runs
@@ -62,7 +62,7 @@ def is_report(path: Path) -> bool:
 def shorten(names: list[str]) -> list[str]:
     """Return names without the words with which all of them begin or end, if any name is long.
 
-    A name that has no other words stays whole.
+    A name that has no other words stays whole. If two short names are equal, all names stay whole.
     """
     words = [re.findall(r"[-_/]?[^-_/]+|[-_/]", name) for name in names]
     for _ in range(2):  # cut the beginning and reverse the words, twice

@@ -21,7 +21,7 @@ from .history import PHASES, History, number, text
 from .page import Html, escape, table
 
 MAX_METRICS = 12  # charts of results
-MAX_EVENTS = 25  # rows of events in a table, the newest
+MAX_EVENTS = 25  # rows in a table of events; the newest are shown
 MAX_WORDS = 500  # of a command
 PICTURE_BYTES, PICTURES_BYTES = 100_000, 150_000  # limits of one picture, and of all together
 REMARKS = {
@@ -72,7 +72,7 @@ def paragraphs(*texts: str) -> str:
 
 # ---- the top -------------------------------------------------------------------------------------
 def by_run(runs: list[str], columns: list[dict[str, str]]) -> str:
-    """Return a table with a column for each run, without empty rows; several runs have heads."""
+    """Return a table with a column for each run, without empty rows; several columns get heads."""
     names = dict.fromkeys(name for column in columns for name in column)
     rows = [[name, *(column.get(name, "") for column in columns)] for name in names]
     heads = [Html(key(f"c{i}") + escape(name)) for i, name in enumerate(runs)]
@@ -101,22 +101,22 @@ def facts(run: History) -> dict[str, str]:
     status, state, (metric, best) = run.run.status, run.run.state, run.best
     elapsed = number(run.last.elapsed_seconds)
     badge = state if state in ("finished", "failed", *REMARKS) else "damaged"
-    known = {
+    rows = {
         "Outcome": Html(f'<span class="state {badge}">{escape(state, 30)}</span>'),
         "Steps": f"{max(run.last.step, status.step):,} of {status.steps:,}",
     }
     if best:
         result = format_number(best.results[metric])
-        known[f"Best {metric}"] = f"{result} at step {best.record.step:,}"
+        rows[f"Best {metric}"] = f"{result} at step {best.record.step:,}"
     if elapsed > 0:
-        known["Duration, without repeated steps"] = format_seconds(elapsed)
+        rows["Duration, without repeated steps"] = format_seconds(elapsed)
     for start in run.starts[-1:]:
-        known["Processes"] = f"{start.world_size}, hosts: {len(start.hosts)}"
+        rows["Processes"] = f"{start.world_size}, hosts: {len(start.hosts)}"
     for title, name, factor in SPEED[:3]:
         if name in run.curves:
             median = float(np.nanmedian(run.curves[name]) * factor)
-            known[f"{title}, median"] = format_number(median)
-    return known
+            rows[f"{title}, median"] = format_number(median)
+    return rows
 
 
 def remarks(run: History) -> str:
@@ -133,7 +133,7 @@ def remarks(run: History) -> str:
 
 
 def command(run: History) -> str:
-    """Return the command as it was typed, as far as run.json has it; lines break between words."""
+    """Return the command as it was typed, if run.json has it; lines break only between words."""
     typed = words(run.run.info.launcher or run.run.info.command)
     typed = [Path(word).name for word in typed[:1]] + typed[1:]
     spans = (f"<span>{escape(shlex.quote(word), 2000)}</span>" for word in typed)
@@ -147,7 +147,7 @@ def words(value: Any) -> list[str]:
 
 # ---- charts --------------------------------------------------------------------------------------
 def column(runs: list[History], name: str, label: str = "", factor: float = 1) -> list[Line]:
-    """Return the lines of a column of the intervals; the label is for a single run."""
+    """Return a line for each run, from one column of its intervals; label names a single run."""
     return [
         Line(label if len(runs) == 1 else run.short, run.steps, run.curves[name] * factor, color)
         for color, run in enumerate(runs)
@@ -156,7 +156,7 @@ def column(runs: list[History], name: str, label: str = "", factor: float = 1) -
 
 
 def results(runs: list[History], name: str, first_color: int = 0) -> list[Line]:
-    """Return the lines of a result of the evaluations, one for each run."""
+    """Return a line for each run, from one result of its evaluations."""
     lines = []
     for color, run in enumerate(runs, first_color):
         known = [evaluation for evaluation in run.evaluations if name in evaluation.results]
@@ -167,7 +167,7 @@ def results(runs: list[History], name: str, first_color: int = 0) -> list[Line]:
 
 
 def steps_to_mark(runs: list[History], name: str) -> dict[str, list[float]]:
-    """Return the steps to mark in the chart of a column: skipped and spikes; for one run events."""
+    """Return the steps to mark in a column's chart: skipped and spikes; for one run also events."""
     marks = {"skipped": [step for run in runs for step in run.skipped], "spike": []}
     for run in runs:
         marked = spikes(run.curves.get(name, np.zeros(0)).tolist())
@@ -253,7 +253,7 @@ def evaluations(run: History, max_bytes: int) -> str:
 
     Args:
         run: the run.
-        max_bytes: of all pictures together.
+        max_bytes: maximum size of all pictures together.
     """
     (_, best), newest = run.best, run.evaluations[: -MAX_EVENTS - 1 : -1]
     names = list(dict.fromkeys(name for one in newest for name in one.results))[:MAX_EVENTS]
@@ -286,7 +286,7 @@ def pictures(folder: Path, names: list[str], max_bytes: int) -> str:
 
 
 def read_picture(folder: Path, name: str, max_bytes: int) -> bytes:
-    """Return a PNG or JPEG file inside the run folder; b"" for another or a larger file."""
+    """Return the content of a PNG or JPEG file in the run folder; b"" for other or larger files."""
     with suppress(OSError, ValueError):  # ValueError: a zero byte in the name
         path = (folder / name).resolve()
         is_inside = path.is_relative_to(folder.resolve()) and path.is_file()
@@ -296,7 +296,7 @@ def read_picture(folder: Path, name: str, max_bytes: int) -> bytes:
 
 
 def starts(run: History) -> str:
-    """Return a table of the starts of a run, with changes of its numerics, the newest first."""
+    """Return a table of the starts of a run, newest first, with changes of its numerics."""
     rows = []
     for start in run.starts:
         began = valid_time(start.record.time)
