@@ -433,8 +433,8 @@ def prepare_environment() -> None:
     for name in [name for name in os.environ if NOT_INHERITED.fullmatch(name)]:
         del os.environ[name]
     if names := [name for name in os.environ if ACCELERATE_VARIABLES.fullmatch(name)]:
-        what = "environment variables that are ignored, since the accelerate config decides"
-        print(f"{what}: {', '.join(sorted(names))}", flush=True)
+        message = "environment variables that are ignored, since the accelerate config decides"
+        print(f"{message}: {', '.join(sorted(names))}", flush=True)
         for name in names:
             del os.environ[name]
     os.environ["LAUNCH_TIME"] = str(time.time())  # stop_after counts from now, also after restarts
@@ -925,7 +925,7 @@ def report_held_lock(launch: Launch, rank: int, logs: Path | None, starts: Start
     limits = launch.config.distributed
     reason = (
         "no progress, and C code held Python's lock (the GIL), so the process could not report it:"
-        f" ended {HELD_SECONDS:g} s after the limit (distributed.timeout_seconds"
+        f" it was ended {HELD_SECONDS:g} s after the limit (distributed.timeout_seconds"
         f" {limits.timeout_seconds:g}, startup_timeout_seconds {limits.startup_timeout_seconds:g})"
     )
     failure = failures.record(reason=reason, cause="stalled", details=stacks)
