@@ -8,8 +8,9 @@
 
 It takes the options of accelerate launch, and accelerate's own code translates them and the config
 file to environment variables. Several nodes meet at node 0, whose address and port are
---main_process_ip and --main_process_port (or main_process_port in the config file): give all nodes
-the same two, and each run its own port. A single node uses any free port. In order, the command
+--main_process_ip and --main_process_port (or main_process_port in the config file): give the same
+values to all nodes, and a different port to each run. A single node uses any free port. In this
+order, the command
 1. prints one line: this node's rank, ranks of its processes, address, precision and run folder;
 2. with several nodes, waits until all have joined and can reach each other (nodes.py);
    with --min_machines, the run goes on without nodes that leave, and takes in nodes that join;
@@ -887,7 +888,7 @@ def starts_again(
         wait = launch.own.wait_for_node_0 * bool(launch.node_rank)
         seconds = max(wait, GO_ON_SECONDS if launch.own.min_machines else RESTART_SECONDS)
         if has_saved and launch.node_rank:
-            seconds = wait  # without a restart's wait: if node 0 has left too, the run has ended
+            seconds = wait  # no longer: if node 0 has left too, the run has ended
         if not has_saved:
             others.tell_failure()
         if others.lost and others.lost.rank == 0 and not launch.own.wait_for_node_0:
