@@ -8,8 +8,9 @@
 
 It takes the options of accelerate launch, and accelerate's own code translates them and the config
 file to environment variables. Several nodes meet at node 0, whose address and port are
---main_process_ip and --main_process_port (or main_process_port in the config file): give all nodes
-the same two, and each run its own port. A single node uses any free port. In order, the command
+--main_process_ip and --main_process_port (or main_process_port in the config file): give the same
+values to all nodes, and a different port to each run. A single node uses any free port. In this
+order, the command
 1. prints one line: this node's rank, ranks of its processes, address, precision and run folder;
 2. with several nodes, waits until all have joined and can reach each other (nodes.py);
    with --min_machines, the run goes on without nodes that leave, and takes in nodes that join;
@@ -433,8 +434,8 @@ def prepare_environment() -> None:
     for name in [name for name in os.environ if NOT_INHERITED.fullmatch(name)]:
         del os.environ[name]
     if names := [name for name in os.environ if ACCELERATE_VARIABLES.fullmatch(name)]:
-        what = "environment variables that are ignored, since the accelerate config decides"
-        print(f"{what}: {', '.join(sorted(names))}", flush=True)
+        message = "environment variables that are ignored, since the accelerate config decides"
+        print(f"{message}: {', '.join(sorted(names))}", flush=True)
         for name in names:
             del os.environ[name]
     os.environ["LAUNCH_TIME"] = str(time.time())  # stop_after counts from now, also after restarts
@@ -887,7 +888,7 @@ def starts_again(
         wait = launch.own.wait_for_node_0 * bool(launch.node_rank)
         seconds = max(wait, GO_ON_SECONDS if launch.own.min_machines else RESTART_SECONDS)
         if has_saved and launch.node_rank:
-            seconds = wait  # without a restart's wait: if node 0 has left too, the run has ended
+            seconds = wait  # no longer: if node 0 has left too, the run has ended
         if not has_saved:
             others.tell_failure()
         if others.lost and others.lost.rank == 0 and not launch.own.wait_for_node_0:
@@ -925,7 +926,7 @@ def report_held_lock(launch: Launch, rank: int, logs: Path | None, starts: Start
     limits = launch.config.distributed
     reason = (
         "no progress, and C code held Python's lock (the GIL), so the process could not report it:"
-        f" ended {HELD_SECONDS:g} s after the limit (distributed.timeout_seconds"
+        f" it was ended {HELD_SECONDS:g} s after the limit (distributed.timeout_seconds"
         f" {limits.timeout_seconds:g}, startup_timeout_seconds {limits.startup_timeout_seconds:g})"
     )
     failure = failures.record(reason=reason, cause="stalled", details=stacks)

@@ -345,8 +345,8 @@ class OtherNodes:
         before = {node.launcher: node.host for node in self.members}
         self.members = [me, *(peer.node for peer in chosen)]
         now = {node.launcher: node.host for node in self.members}
-        for word, some, others in (("without", before, now), ("with", now, before)):
-            if before and (hosts := [some[key] for key in some if key not in others]):
+        for word, first, second in (("without", before, now), ("with", now, before)):
+            if before and (hosts := [first[key] for key in first if key not in second]):
                 say(f"the run goes on {word} {', '.join(hosts)}: {len(now)} of {me.nodes} nodes")
         for connection in self._connections:
             connection.is_member = connection in chosen

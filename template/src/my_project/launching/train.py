@@ -163,7 +163,7 @@ def main(arguments: list[str]) -> int:
     launch.prepare_environment()
     options, settings = read_options(arguments)
     if not sys.flags.safe_path and os.getcwd() not in sys.path:
-        sys.path.insert(0, os.getcwd())  # it is also there in training processes
+        sys.path.insert(0, os.getcwd())  # training processes have it there too
     say_that_it_imports()
     with opened_files_noted():
         config = parse(settings, __doc__ or "", COMMAND)

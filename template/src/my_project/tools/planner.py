@@ -326,7 +326,7 @@ def show_plan(rows: list[dict[str, Any]], cluster: argparse.Namespace) -> None:
         else:
             cells += ["does not fit", "", "", "", ""]
         table.append(cells)
-    print_table("For each GPU; batch: the largest micro-batch that fits x accumulation", table)
+    print_table("For each GPU; batch: the largest micro-batch that fits, x accumulation", table)
 
 
 def show_step(step: Simulation, layout: BatchLayout, cluster: argparse.Namespace) -> None:
