@@ -101,7 +101,7 @@ def test_a_loss_that_returns_no_sums_is_named(tmp_path, kind):
     code, findings = check(Sequences(kind=kind), tmp_path, steps=1)
     ((_, problem),) = findings
     assert code == 0
-    assert f"its {WRONG[kind]} is" in problem
+    assert f"its {WRONG[kind]} did not add up" in problem
 
 
 def test_a_loss_that_counts_its_calls_is_named(tmp_path):
@@ -190,9 +190,9 @@ OTHERS = {
 def test_losses_that_draw_or_compare_samples_are_named_only_if_wrong(tmp_path, recipe):
     code, findings = check(recipe, tmp_path, steps=1)
     assert code == 0
-    assert [f"its {OTHERS[recipe]} is" in problem for _, problem in findings] == [True] * bool(
-        OTHERS[recipe]
-    )
+    assert [f"its {OTHERS[recipe]} did not add up" in problem for _, problem in findings] == [
+        True
+    ] * bool(OTHERS[recipe])
 
 
 class Box(nn.Module):
@@ -234,7 +234,7 @@ def test_detection_with_lists_of_dicts_is_read_as_it_is(tmp_path):
     assert check(Detection(validation_samples=0), tmp_path, steps=1) == (0, [])
     recipe = Detection(counts_boxes=False, validation_samples=0)
     ((_, problem),) = check(recipe, tmp_path, steps=1, run_name="wrong")[1]
-    assert "its loss_sum is" in problem
+    assert "its loss_sum did not add up" in problem
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -305,7 +305,7 @@ def test_too_few_samples_and_a_later_start_are_not_checked(tmp_path):
 )
 def test_the_numbers_of_a_whole_and_its_halves_tell(sums, wrong):
     problem = sums_problem(lambda _, part: np.array(sums[part]), 4)
-    assert (f"its {wrong} is" in problem) if wrong else not problem
+    assert (f"its {wrong} did not add up" in problem) if wrong else not problem
 
 
 # ---- what has no effect --------------------------------------------------------------------------
