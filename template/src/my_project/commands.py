@@ -102,7 +102,7 @@ def prepared_model(
 
     Args:
         accelerator: this process's Accelerator.
-        config: of the run.
+        config: the run's config.
         data_info: from the recipe's prepare_data.
         plain: a model that has its weights; None builds the recipe's model, for the caller to load
             weights into.

@@ -203,7 +203,7 @@ def read_failures(paths: Iterable[Path]) -> list[Failure]:
 
 
 def lock_path(folder: Path) -> Path:
-    """Return a launch's lock file. It is in the run folder because that may have several paths."""
+    """Return a launch's lock file: in the run folder, since the folder may have several paths."""
     return folder / ".lock"
 
 

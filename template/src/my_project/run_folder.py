@@ -175,7 +175,7 @@ class Run:
     def is_current(self) -> bool:
         """Return whether no later launch has begun this run, as far as this rank knows."""
         run_files.refresh(self.folder)
-        launch = files.read_json(self.folder / "run.json").get("launch")  # fast: for each record
+        launch = files.read_json(self.folder / "run.json").get("launch")  # fast: once per record
         return self.token in ("", launch or self.token)
 
     def begin(self) -> str:
@@ -185,7 +185,7 @@ class Run:
             The token of this launch.
 
         Raises:
-            ConfigError: the folder is no longer this launch's, has a different format, or a save
+            ConfigError: the folder is no longer this launch's or has a different format, or a save
                 there would fail.
         """
         self.check_lock()

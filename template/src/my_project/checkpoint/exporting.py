@@ -4,7 +4,7 @@
       model.safetensors        with the keys of the plain module, without wrappers
       config.yaml              the run's config
       data_info.json           what the recipe's prepare_data returned
-      step.json                the step of the weights, and their provenance
+      step.json                the step of the weights, and their origin
       README.md                the model card; in export/ only
 
 A recipe may write other files than model.safetensors (recipe.py). weights.py reads exports.

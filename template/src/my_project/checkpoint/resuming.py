@@ -77,12 +77,12 @@ def _began_at(folder: Path, given: str) -> bool:
 
 
 def find_damage_together(accelerator: Accelerator, folder: Path, *, is_shared: bool = True) -> str:
-    """Return what is wrong with a checkpoint, or "". Called by every rank; each checks some files.
+    """Return what is wrong with a checkpoint, or "". Called by every rank; each reads some files.
 
     Args:
         accelerator: this process's Accelerator.
         folder: the checkpoint.
-        is_shared: whether all nodes share the folder; if not, each node checks all of its files.
+        is_shared: whether all nodes share the folder; if not, each node reads all of its own files.
     """
     share = slice(accelerator.process_index, None, accelerator.num_processes)
     if not is_shared:

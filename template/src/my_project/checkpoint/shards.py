@@ -325,7 +325,7 @@ def pack(value: Any, key: str, tensors: dict[str, Tensor], *, is_sharded: bool =
 
     Args:
         value: the value of a slot or of a group's setting.
-        key: the key of the value; it begins the keys of tensors inside the value.
+        key: the key of the value, and the prefix of the keys of tensors inside it.
         tensors: the tensors of the value are added here.
         is_sharded: whether the parameter is sharded.
 

@@ -130,8 +130,8 @@ class SampleSeeds:
 
     With mode "auto", these two are set to a known state before each micro-batch. If afterward the
     next number of either is not the first of that state, a sample has drawn from it: the
-    micro-batch must be read again, and from then on both are seeded for each sample. torch's
-    generator is always seeded, so torch.initial_seed() is the seed of the sample.
+    micro-batch must be read again, and from then on both are seeded for each sample. Except in mode
+    False, torch's generator is always seeded, so torch.initial_seed() is the seed of the sample.
     """
 
     def __init__(self, seed: int, mode: SeedSamples) -> None:

@@ -2,7 +2,7 @@
 
     <checkpoints.mirror>/<run_name>/
       checkpoints/step_00000100/   as in the run folder; its manifest.json is uploaded last
-      best/, export/               best.json and export.json list their files; uploaded last
+      best/, export/               best.json and export.json, uploaded last, list their files
       metrics/                     metrics.jsonl in parts: a save uploads what is new
       config.yaml, run.json, status.json, starts.jsonl, starts/
 
