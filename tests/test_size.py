@@ -17,15 +17,15 @@ REPOSITORY = Path(__file__).resolve().parents[1]
 TEMPLATE = REPOSITORY / "template"
 PACKAGE = TEMPLATE / "src/my_project"
 CEILINGS = {
-    "lines of train.py and all that it imports": 8_540,
+    "lines of train.py and all that it imports": 8_545,
     "files of train.py and all that it imports": 55,
-    "lines of the package without tools/": 11_212,
+    "lines of the package without tools/": 11_219,
     "lines of tools/": 2_542,
     "lines of template/tests": 4_268,
     "lines of template/tests and tests": 21_555,
     "settings": 60,
     "methods of a recipe": 14,
-    "lines of launching/": 2_030,
+    "lines of launching/": 2_032,
     "lines of main in train.py": 40,
     "lines of train_step in train.py": 45,
     "Any per 1,000 lines without tools/ and launching/": 15,

@@ -315,7 +315,7 @@ def test_settings_of_many_types_are_recorded_and_read_back(tmp_path):
 MISNAMES = [
     ("ranks", r"what loss returns on rank\(s\) \[1\] .* differs from that on rank 0"),
     ("steps", r"the scalars \['at 1', 'twice'\], but \['at 0', 'twice'\] in the"),
-    ("loss", "under other names than epoch, gradient_norm"),
+    ("loss", "under names other than epoch, gradient_norm"),
 ]
 
 

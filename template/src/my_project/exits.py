@@ -87,13 +87,21 @@ def run(main: Callable[..., int | None], *arguments: Any) -> NoReturn:
 
 
 def run_on_all_ranks(main: Callable[..., int], *arguments: Any) -> NoReturn:
-    """Run a command as a rank of a launch, with a log file, and exit with the command's code."""
+    """Run a command as a rank of a launch, and exit with the command's code."""
+    with on_all_ranks() as outcome:
+        outcome.code = main(*arguments)
+    raise AssertionError("on_all_ranks ends the process")
+
+
+@contextmanager
+def on_all_ranks() -> Iterator[Outcome]:
+    """Run the block as a rank of a launch, with a log file; exit with the code of the outcome."""
     gc.enable()  # parse_command_line turned collection off for the imports
     write_logs()
     set_up_logging()
     outcome = Outcome()
     with errors_reported(outcome, (Exception, SystemExit)):  # a sys.exit(0) is not a success
-        outcome.code = main(*arguments)
+        yield outcome
     code = outcome.code or 0
     if code == PREEMPTED and int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")) > 0:
         code = 0  # torchrun would restart the preempted run after any other code

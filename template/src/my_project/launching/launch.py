@@ -547,8 +547,10 @@ def call(module: str, settings: Config | tuple[str, ...], *, launcher_pid: int) 
     """
     gc.freeze()  # a collection would copy the memory pages that are shared with the launcher
     LAUNCHER.watch(launcher_pid)
+    main = importlib.import_module(module).main
     config = parse_settings([*settings]) if isinstance(settings, tuple) else settings
-    exits.run_on_all_ranks(importlib.import_module(module).main, config)
+    with exits.on_all_ranks() as outcome:
+        outcome.code = main(config)
 
 
 def run_module(
