@@ -15,7 +15,7 @@ FIVE = (
     "`nn.Embedding(max_norm=...)`",
     "`loss` returns the mean and the number of items",
     "`mse_loss` of (N, 1) and (N,)",
-    "`ClasswiseWrapper`",
+    "a metric in torchmetrics' `ClasswiseWrapper`",
 )
 SOUND = [faults.SOUND.index(name) for name in (*faults.OWN[:4], "gan")]
 TEXT = (faults.ROOT / "docs/silence.md").read_text(encoding="utf-8")
