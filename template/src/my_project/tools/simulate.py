@@ -240,7 +240,7 @@ def _batch(config: Config, train_set: Dataset, micro_batch: int, fake: FakeTenso
     with unset_fake_temporarily():
         data, count = train_set, READ_SAMPLES
         if is_stream(train_set):
-            data = list(islice(train_set.lane(0, 0, config.seed), count))
+            data = list(islice(train_set.lane(0, 0, config.seed), count))  # of a stream
         samples = [data[index] for index in range(min(count, len(data)))]
     samples = [samples[index % len(samples)] for index in range(micro_batch)]
     collate = getattr(config.recipe, "collate", None) or default_collate
