@@ -15,7 +15,7 @@ the following methods that it needs; start and write are called only on rank 0:
     gathered()                  return more fields, once all ranks are a step further or waiting
     pause(kind)                 training waits for "evaluation" or "saving"
     resume(kind, seconds)       training has waited this long for it
-    write(record)               a record, as it is in metrics.jsonl
+    write(record)               a Record (run_files.py), as it is in metrics.jsonl
     of_run()                    return fields for the status of a finished run
     stop()                      no step follows, but records may
     failed()                    an exception ends the run
