@@ -145,7 +145,7 @@ Datasets: TypeAlias = dict[str, Dataset]  # by name
 class Stream(Protocol):
     """Data without length or index, in lanes that never end.
 
-    Code that accepts both kinds of training set annotates it as Dataset, and calls layout.is_stream.
+    A function that accepts a Dataset or a Stream annotates it as Dataset (see layout.is_stream).
     """
 
     lanes: int

@@ -51,7 +51,7 @@ class StopRequest:
         return bool(self.reason)
 
     def loop_begins(self) -> None:
-        """Arrange that, if the launcher exits from now on, the loop saves before this process exits."""
+        """Make sure that, if the launcher exits from now on, the loop saves before it exits too."""
         LAUNCHER.ends_process = False
         for number in self._handlers:  # again, since an import may have replaced the handlers
             signal.signal(number, self._handle)

@@ -154,9 +154,8 @@ class Launch:
     gpus: int  # on each node; 0 for an accelerate config that trains on the CPU
     own: argparse.Namespace  # the options of this module
     config: Config
-    code: (
-        str  # digest of the code (files.code_digest) before the launcher's imports; "" on one node
-    )
+    # digest of the code (files.code_digest) when this launcher began its imports; "" on one node
+    code: str
     lowered_micro_batch_size: int = 0  # larger micro-batches did not fit in memory; 0: not lowered
 
     def among(self, others: Any) -> "Launch":
