@@ -52,11 +52,11 @@ class BatchesConfig:
     """Loader processes per rank; null: use one fewer than the CPUs of this rank, at most 8."""
     seed_samples: Literal["auto"] | bool = "auto"
     """Seed the random generators for each sample from (seed, epoch, index), so that augmentation
-    does not depend on the process that loads the sample. auto: seed torch's always (2.5 us per
-    sample), Python's and NumPy's (10 us) once a sample draws from them; the micro-batch with that
-    sample is read again. true: seed all three, and read no sample twice; use it for a dataset that
-    keeps what it has drawn. false: seed none, for a dataset without randomness. For a stream, auto
-    means true."""
+    does not depend on the process that loads the sample. auto: always seed torch's generator (2.5
+    us per sample); seed those of Python and NumPy (10 us) only after a sample has drawn from one of
+    them, and read that sample's micro-batch again. true: seed all three, and read no sample twice;
+    for a dataset that caches results of random draws. false: seed none, for a dataset without
+    randomness. For a stream, auto means true."""
     loader: dict[str, Any] = field(default_factory=dict, metadata={"changes_curve": False})
     """More arguments of torch.utils.data.DataLoader by name, except those that would change the
     samples in a batch."""
@@ -145,7 +145,7 @@ class CheckpointsConfig:
     """URL in an object store, such as s3://bucket/prefix. The run is copied there after each save,
     and a machine without the run folder continues the run from there; null: do not copy."""
     mirror_seconds: float = may_change(60.0, least=0)
-    """How long a run that was told to stop waits for its last upload."""
+    """How long a run waits for its last upload after it was told to stop."""
 
     @property
     def minutes(self) -> float:
@@ -160,11 +160,11 @@ class DistributedConfig:
     """Settings of the process group, DDP and memory that accelerate's YAML files lack."""
 
     startup_timeout_seconds: int = may_change(1800, least=1)
-    """Time without progress after which a rank counts as stalled during startup, a micro-batch of
-    an evaluation, a save, or the step after one of these; at least timeout_seconds."""
+    """A rank counts as stalled after this time without progress during startup, a save, one
+    micro-batch of an evaluation, or the first step after any of these; at least timeout_seconds."""
     timeout_seconds: int = may_change(600, least=1)
-    """Time without progress after which a rank counts as stalled in a step. Every rank then
-    writes its stack trace into errors/ and ends."""
+    """A rank counts as stalled after this time without progress in a step. Every rank then writes
+    its stack trace into errors/ and ends."""
     ddp: dict[str, Any] = field(default_factory=dict, metadata={"changes_curve": False})
     """Arguments of accelerate's DistributedDataParallelKwargs, by name."""
     sync_batchnorm: bool = False
@@ -182,8 +182,8 @@ class TelemetryConfig:
     """What is logged, how often, and where to."""
 
     every_steps: int = may_change(10, least=1)
-    """Steps between records in metrics.jsonl and the trackers, and between new numbers in the bar
-    (records/screen.py)."""
+    """Steps between records in metrics.jsonl and the trackers, and between updates of the numbers
+    in the progress bar (records/screen.py)."""
     trackers: list[str] = field(
         default_factory=lambda: ["tensorboard"], metadata={"changes_curve": False}
     )
@@ -198,9 +198,9 @@ class ProfileConfig:
     """Which steps torch.profiler records, and on which ranks (records/profiling.py)."""
 
     steps: str | None = may_change(None, such_as="20:25")
-    """The first and the last step to profile, by their numbers in metrics.jsonl, which count from
-    1: 20:25 profiles the six steps 20 to 25, 20:20 one step; null: profile no steps. Quote it in a
-    YAML file: YAML reads 20:25 as a number in base 60."""
+    """The first and the last step to profile, numbered from 1 as in metrics.jsonl. For example,
+    20:25 profiles the six steps 20 to 25, and 20:20 one step; null: profile no steps. Quote the
+    value in a YAML file, because YAML reads 20:25 as a number in base 60."""
     ranks: list[int] = field(default_factory=lambda: [0], metadata={"changes_curve": False})
     """The ranks to profile, such as [0,1]."""
     with_stack: bool = may_change(False)
@@ -380,7 +380,7 @@ def each_setting(kind: Any = None, prefix: str = "") -> Iterator[tuple[str, Any,
 
 
 def fits(value: Any, kind: Any) -> bool:
-    """Return whether a value that YAML has read is of a type; True for a type not in KINDS."""
+    """Return whether a value read from YAML has this type; True for a type that is not in KINDS."""
     origin, parts = get_origin(kind) or kind, get_args(kind)
     if origin in (Union, UnionType):
         return any(fits(value, part) for part in parts)
@@ -423,7 +423,7 @@ def wrong_value(name: str, value: Any, kind: Any, metadata: Limits | None = None
         *words, last = takes(kind, limits.get("such_as", ""))
         wanted = f"{', '.join(words)} or {last}" if words else last
     shown = value if isinstance(value, str) else json.dumps(value, default=str)
-    shown += " (in YAML, a no without quotes)" * (value is False)
+    shown += " (YAML reads an unquoted no as false)" * (value is False)
     return ConfigError(f"{name} is {shown}, but must be {wanted}.")
 
 

@@ -12,10 +12,11 @@ The loop calls, in this order:
     build_datasets(data_info) -> (train, {name: validation})
         Return map-style datasets: `len(data)` and `data[index]`; {} for no validation. A dataset
         with `__getitems__(indices)` is asked for a whole micro-batch in one call, unless it draws
-        random numbers (batches.seed_samples). The first samples that draw random numbers may be
-        read twice, so a dataset must not keep what it drew. If a dataset, even one inside a Subset
-        or ConcatDataset, has `set_epoch(epoch)`, every process that reads the dataset calls it
-        before the first sample of each epoch; evaluations pass epoch 0.
+        random numbers (batches.seed_samples). The first samples whose loading draws random numbers
+        may be loaded twice, so a dataset must not cache a result that depends on them. If a
+        dataset, even one inside a Subset or ConcatDataset, has `set_epoch(epoch)`, every process
+        that reads the dataset calls this method before the first sample of each epoch; evaluations
+        pass epoch 0.
         The training set may be a stream instead, which is divided into lanes. A lane is a logical
         shard of the stream, like a canonical node of MosaicML's streaming: the number of lanes is
         fixed, whatever the world size, and so is the order of the samples. A stream has
@@ -51,10 +52,11 @@ A recipe may also have:
 
     collate(samples) -> batch                     default: torch's default_collate
     parameter_groups(model) -> list of dicts      as for torch.optim; "lr_scale" multiplies lr
-    model_blocks(model) -> list of modules        for FSDP2 to gather, activation checkpointing to
-                                                  recompute and torch.compile to compile one by one;
-                                                  none inside another; default: the layers of one
-                                                  class in a list (blocks.py)
+    model_blocks(model) -> list of modules        the modules that FSDP2 gathers, activation
+                                                  checkpointing recomputes and torch.compile
+                                                  compiles, one at a time; none may contain another;
+                                                  default: layers of the same class in a ModuleList
+                                                  or Sequential (blocks.py)
     build_metrics() -> {name: torchmetrics.Metric}    needs update_metrics; default: the mean loss
     update_metrics(model, batch, metrics) -> None
     flops_per_item(model) -> float                FLOPs of forward and backward, for MFU; default:
@@ -70,15 +72,16 @@ A recipe may also have:
 `samples` is a torch.utils.data.Subset of the validation set. predict_samples returns what the
 command predict prints, a str or a rich renderable such as a Table; files that it writes into
 `folder`, such as pictures, are moved to the run. Each evaluation calls predict_samples too: on rank
-0 or, where FSDP shards the model, on every rank. It gets evaluation.samples samples, whose tensors
-are on the model's device (records/samples.py).
+0 or, where FSDP shards the model, on every rank. It then gets as many samples as evaluation.samples
+says, with their tensors on the model's device (records/samples.py).
 
 `export` is called twice. The first call is on every rank, with folder None: from `tensors`, the
 model's state, it returns the tensors that the loop should write to <stem>.safetensors, renamed if
 need be. The tensors of a sharded model are sharded too, and the loop reads and writes them one by
 one. The second call is on rank 0 alone, with a folder into which it writes other files; it must
-neither read a weight nor draw random numbers. But if the first call returned None, the second also
-writes the weights, and gets a whole model: for a sharded one, rank 0 builds another.
+neither read a weight nor draw random numbers. But if the first call returned None, the second call
+also writes the weights, and gets an unsharded model: if FSDP shards the model, rank 0 builds an
+unsharded copy for this call.
 
 Before the first step, the loop compares the loss and the items of a few samples with the sums over
 two halves of these samples. In a correct recipe, the values may differ if the loss compares the
@@ -111,8 +114,9 @@ Only the optimizer may change a trained parameter. The loop calls `model.train()
 the dropout and BatchNorm of a frozen part into training mode: give that part a `train` method that
 calls `super().train(False)`. A parameter that is to be trained at any time must have requires_grad
 True when build_model returns.
-The running statistics of BatchNorm are updated once for each micro-batch of all ranks
-(statistics.py), so `loss` must not write the statistics of a layer that it also calls in training.
+After each step, the loop writes the running statistics of each BatchNorm layer that `loss` called,
+computed from the micro-batches of all ranks (statistics.py). So `loss` must not itself write the
+running statistics of a layer that it also calls in training.
 Under FSDP, all ranks must call the same blocks in each forward, or the run hangs.
 """
 
@@ -139,7 +143,10 @@ Datasets: TypeAlias = dict[str, Dataset]  # by name
 
 
 class Stream(Protocol):
-    """Data without length or index, in lanes that never end; a Dataset for all other modules."""
+    """Data without length or index, in lanes that never end.
+
+    A function that accepts a Dataset or a Stream annotates it as Dataset (see layout.is_stream).
+    """
 
     lanes: int
 

@@ -51,7 +51,7 @@ class StopRequest:
         return bool(self.reason)
 
     def loop_begins(self) -> None:
-        """Make the loop save before this process exits, if the launcher exits from now on."""
+        """Make sure that, if the launcher exits from now on, the loop saves before it exits too."""
         LAUNCHER.ends_process = False
         for number in self._handlers:  # again, since an import may have replaced the handlers
             signal.signal(number, self._handle)

@@ -73,21 +73,21 @@ class Training:
     config: Config
     accelerator: Accelerator
     layout: BatchLayout  # how a global batch is divided
-    passes: list[tuple[int, bool]]  # of this rank per step: (micro-batch, is it a repeat)
+    # this rank's forward passes in each step: (number of the micro-batch, whether it is a repeat)
+    passes: list[tuple[int, bool]]
     data_info: DataInfo  # from the recipe's prepare_data
     validation_sets: Datasets  # by name
     batches: Iterable[Any]  # the micro-batches of this rank
     model: nn.Module  # from the recipe's build_model
     wrapped_model: nn.Module  # the model in DDP or FSDP2, autocast and torch.compile
-    eval_model: (
-        contract.RecipeModule
-    )  # without DDP: the ranks evaluate different numbers of batches
+    # not wrapped in DDP, because the ranks evaluate different numbers of batches
+    eval_model: contract.RecipeModule
     forward: Callable[..., Any]  # called in training: wrapped_model, or a method around it
     parameters: list[nn.Parameter]  # the trained ones, with requires_grad
     optimizer: torch.optim.Optimizer
     scaler: torch.amp.GradScaler | None  # of fp16
     ema: EMA | None
-    statistics: RunningStatistics | None  # keeps BatchNorm's exact
+    statistics: RunningStatistics | None  # keeps BatchNorm's running statistics exact
     state: TrainState
     first_step: int  # the first that this start takes
     sums: DelayedReader  # all-reduces the sums of each step
@@ -235,7 +235,8 @@ def train(t: Training) -> str:
         Why the run ended; "" if it was asked to stop.
     """
     run, state, votes = t.run, t.state, t.votes
-    if state.evaluation_is_due(run):  # the last start saved here, but recorded no results
+    # the previous start of the run saved this step, but ended before it recorded the evaluation
+    if state.evaluation_is_due(run):
         evaluate_and_record(t)
     elif state.step == 0:
         check_before_first_step(t)

@@ -58,7 +58,7 @@ from .shards import (
 
 logger = logging.getLogger(__name__)
 NICENESS = 10  # of the saving thread, not of the process: training gets the cores first
-FIRST_SAVES = 3  # if this many first saves of a start fail, it ends before it loses more steps
+FIRST_SAVES = 3  # if the first 3 saves after a start fail, the run ends before it loses more steps
 END_SECONDS = 20  # how long to wait for other ranks once a save has failed or a rank is gone
 
 Read = Callable[[str], Tensor]  # reads a tensor by its name
@@ -253,7 +253,7 @@ class Checkpoints:
                 temporary.mkdir(parents=True)
                 fill(temporary)
             except Exception as error:
-                failure = error  # raised in the thread, as the other ranks still write shards
+                failure = error  # raised in the thread, once the other ranks have written shards
 
         def write_all() -> None:
             listed = self._write_shards(parts, shards, {}) if shards else {}
@@ -309,7 +309,7 @@ class Checkpoints:
                 self.note = f"{name} could not be saved: {error}"
                 logger.error("%s. The earlier files are unchanged.", self.note)
                 self.failures[kind] = error
-                # a recipe's export may raise SafetensorError, and reading a file back ConfigError
+                # a recipe's export may raise SafetensorError; reading a file back, ConfigError
                 may_pass = isinstance(error, (OSError, SafetensorError, ConfigError))
                 if may_pass and not isinstance(error, TransientError):  # from Run.check_lock
                     self.failures[kind] = OSError(self.note)
@@ -355,7 +355,7 @@ class Checkpoints:
         try:
             state = self.load(folder)
         except (LookupError, TypeError, AttributeError) as error:  # untrusted values, of any type
-            problem = f"its manifest.json is not a checkpoint's ({error!r})"
+            problem = f"its manifest.json is not that of a checkpoint ({error!r})"
             raise ConfigError(f"{folder} cannot be used: {problem}.") from error
         if self.rank == 0:
             move_newer_aside(self.run, state["step"])

@@ -8,9 +8,9 @@
 
 It takes the options of accelerate launch, and accelerate's own code translates them and the config
 file to environment variables. Several nodes meet at node 0, whose address and port are
---main_process_ip and --main_process_port (or main_process_port in the config file): give the same
-values to all nodes, and a different port to each run. A single node uses any free port. In this
-order, the command
+--main_process_ip and --main_process_port (or main_process_port in the config file). All nodes of a
+run must be given the same address and port, and different runs must use different ports. A single
+node uses any free port. In this order, the command
 1. prints one line: this node's rank, ranks of its processes, address, precision and run folder;
 2. with several nodes, waits until all have joined and can reach each other (nodes.py);
    with --min_machines, the run goes on without nodes that leave, and takes in nodes that join;
@@ -21,9 +21,9 @@ order, the command
 5. forwards stop signals, so that the run saves and exits; leaves no process running;
 6. prints a summary (summary.py), and exits with the run's outcome: 0 finished; 75 preempted; 2 an
    error that another attempt would repeat (a wrong setting); 1 any other error (a node that is late
-   or lost, an exception). With --requeue, for a scheduler that restarts a run only after exit code
-   75, 1 becomes 75 if this launch wrote a newer checkpoint, and 75 becomes 1 after three launches
-   in a row that wrote none.
+   or lost, an exception). --requeue is for a scheduler that restarts a run only after exit code 75.
+   It turns code 1 into 75 if this launch wrote a newer checkpoint, and code 75 into 1 after three
+   launches in a row that wrote none.
 """
 
 import argparse
@@ -106,7 +106,8 @@ RESTARTS = 3  # default of --max_restarts: consecutive restarts in place without
 NO_RESTARTS = Starts(folder=Path(), limit=0)
 RESTART_SECONDS = 60.0  # how long the nodes wait for each other after a failure
 GO_ON_SECONDS = 30.0  # the same if the run can go on without the missing nodes (--min_machines)
-RESERVE, RESERVE_BYTES = ".reserve", 1 << 16  # deleted at the end: room to write how the run ended
+# a file that is deleted at the end, so that even a full disk has room for how the run ended
+RESERVE, RESERVE_BYTES = ".reserve", 1 << 16
 STATUS_SECONDS = 60.0  # how long a network file system may take to show a new status.json
 UNSUPPORTED = ("DeepSpeed", "Megatron-LM", "TPU", "FP8", "AWS", "MPI")  # accelerate's flag groups
 DATA_PARALLEL = "this loop trains with DDP or FSDP2, in float32, bf16 or fp16"
@@ -117,7 +118,8 @@ NO_EFFECT = {  # flags and accelerate config settings without effect here: the r
 } | dict.fromkeys(
     ("fp8_config", "deepspeed_config", "megatron_lm_config", "mpirun_config"), DATA_PARALLEL
 )
-SETTING_TYPES: dict[str, Any] = {  # they replace accelerate's types, which are wider or classes
+# used instead of accelerate's types, which allow more values or are classes
+SETTING_TYPES: dict[str, Any] = {
     "compute_environment": Literal["LOCAL_MACHINE"],
     "distributed_type": str,
     "mixed_precision": Literal["no", "bf16", "fp16"],
@@ -152,7 +154,8 @@ class Launch:
     gpus: int  # on each node; 0 for an accelerate config that trains on the CPU
     own: argparse.Namespace  # the options of this module
     config: Config
-    code: str  # files.code_digest when this launcher began to import; "" on one node
+    # digest of the code (files.code_digest) when this launcher began its imports; "" on one node
+    code: str
     lowered_micro_batch_size: int = 0  # larger micro-batches did not fit in memory; 0: not lowered
 
     def among(self, others: Any) -> "Launch":
@@ -174,7 +177,8 @@ class Launch:
             nodes=len(ranks),
             world_size=options.num_processes,
             node_rank=options.machine_rank,
-            port=others.members[0].port,  # the launcher of node 0 keeps --main_process_port
+            # not --main_process_port, on which the launcher of node 0 listens as long as it runs
+            port=others.members[0].port,
         )
 
     @property
@@ -247,9 +251,9 @@ def parse(arguments: list[str]) -> Launch:
             f"--lost_node_seconds is {own.lost_node_seconds:g}, but must be 5 or more."
         )
     if not 0 <= node_rank < nodes and not (own.min_machines and node_rank > 0):
-        spare = f", or {nodes} or more for a spare with --min_machines"
+        spare = f"With --min_machines, a spare has {nodes} or more."
         raise ConfigError(
-            f"--machine_rank is {node_rank}, but must be between 0 and {nodes - 1}{spare}."
+            f"--machine_rank is {node_rank}, but must be between 0 and {nodes - 1}. {spare}"
         )
     if own.min_machines and "parallelism_config_dp" in " ".join(flags):
         raise ConfigError(

@@ -3,8 +3,8 @@
 Step k is always global batch k: each epoch is one seeded permutation, cut into global batches; an
 incomplete last batch is dropped. Each global batch is cut into micro-batches, which the ranks take
 in turn (layout.py), so the samples of a step are the same for any world size. A run can start at
-any step without delay. To draw samples by weights, a recipe returns a dataset that draws them
-(docs/how-to).
+any step without delay. For weighted sampling, a recipe returns a dataset that does the sampling
+itself (docs/how-to).
 
 Random numbers depend on the sample or the micro-batch, not on the process, so they are the same for
 any number of processes, and after a resume at any step.
@@ -27,7 +27,8 @@ KNOWN_SEED = 20_261_122  # a number that other code is unlikely to use
 FROM_KNOWN_SEED = random.Random(KNOWN_SEED).random()
 NUMPY_FROM_KNOWN_SEED = np.random.RandomState(KNOWN_SEED).random_sample()
 SeedSamples = Literal["auto", True, False]  # see BatchesConfig.seed_samples
-Key = tuple[int | str, int]  # of a sample: (epoch, or a lane or evaluation; index)
+# identifies a sample: (epoch, index); a lane or an evaluation may stand in for the epoch
+Key = tuple[int | str, int]
 
 
 def derive_seed(*parts: object) -> int:
@@ -82,7 +83,7 @@ class Permutation:
 
 
 def _mix(numbers: np.ndarray) -> np.ndarray:
-    """Mix the bits of each number: flipping one flips about half of them."""
+    """Mix the bits of each number: flipping one input bit flips about half of the output bits."""
     numbers = (numbers ^ numbers >> np.uint64(30)) * np.uint64(0xBF58476D1CE4E5B9)
     numbers = (numbers ^ numbers >> np.uint64(27)) * np.uint64(0x94D049BB133111EB)
     return numbers ^ numbers >> np.uint64(31)
@@ -128,10 +129,11 @@ def seed_rng(seed: int) -> None:
 class SampleSeeds:
     """Seed the global generators for each sample, those of Python and NumPy only if needed.
 
-    With mode "auto", these two are set to a known state before each micro-batch. If afterward the
-    next number of either is not the first of that state, a sample has drawn from it: the
-    micro-batch must be read again, and from then on both are seeded for each sample. Except in mode
-    False, torch's generator is always seeded, so torch.initial_seed() is the seed of the sample.
+    With mode "auto", the generators of Python and NumPy are set to a known state before each
+    micro-batch. If afterward the next number from either is not the first that this state yields, a
+    sample has drawn from that generator. The micro-batch must then be read again, and from then on
+    both are seeded for each sample. Except in mode False, torch's generator is always seeded, so
+    torch.initial_seed() is the seed of the sample.
     """
 
     def __init__(self, seed: int, mode: SeedSamples) -> None:
@@ -170,7 +172,10 @@ class SampleSeeds:
             yield index
 
     def seed_together(self, keys: Sequence[Key]) -> list[int]:
-        """Seed once, as for the first sample of a micro-batch read in one call; return indices."""
+        """Seed for a micro-batch that is read in one call; return the indices of its samples.
+
+        The generators are seeded only once, as `each` seeds them for the first sample.
+        """
         next(self.each(keys))
         self.torch_state = torch.default_generator.get_state()
         return [index for _, index in keys]
