@@ -251,7 +251,7 @@ def parse(arguments: list[str]) -> Launch:
             f"--lost_node_seconds is {own.lost_node_seconds:g}, but must be 5 or more."
         )
     if not 0 <= node_rank < nodes and not (own.min_machines and node_rank > 0):
-        spare = f"With --min_machines, a spare has {nodes} or more."
+        spare = f"With --min_machines, a spare has rank {nodes} or higher."
         raise ConfigError(
             f"--machine_rank is {node_rank}, but must be between 0 and {nodes - 1}. {spare}"
         )
