@@ -27,10 +27,10 @@ from .recipe import Recipe, optional
 def blocks(recipe: Recipe, model: nn.Module) -> list[nn.Module]:
     """Return the blocks of a model: what the recipe's model_blocks returns, or outermost modules.
 
-    The outermost modules of certain classes are blocks: the classes that transformers never splits
-    over devices or, if there are none, classes that occur several times in a ModuleList or
-    Sequential, except leaves such as Linear. A module that shares a weight with another part of the
-    model is not a block, since FSDP2 could not gather it alone.
+    By default, the outermost modules of certain classes are the blocks: the classes that
+    transformers never splits over devices or, if there are none, the classes that occur several
+    times in a ModuleList or Sequential, except leaves such as Linear. A module that shares a weight
+    with another part of the model is not a block, since FSDP2 could not gather it alone.
     """
     if model_blocks := optional(recipe, "model_blocks"):
         return list(model_blocks(model))
@@ -124,12 +124,12 @@ def compile_blocks_in_place(accelerator: Accelerator, wrapper: Any, config: Conf
     """Compile as accelerate's dynamo_config says, but here instead of in accelerate.
 
     accelerate would put each block into another module, compile DDP's own code with the model, and
-    pass dynamic=False, since `accelerate launch` cannot leave the key unset: a batch of another
-    length would then compile everything again.
+    pass dynamic=False, because `accelerate launch` cannot leave the key unset. With dynamic=False,
+    a batch of another length compiles everything again.
 
-    With dynamo_use_regional_compilation, and under FSDP, which gathers a block's weights between
-    the compiled parts, each block is compiled alone. Otherwise, or if the model has no blocks, the
-    wrapper is compiled as a whole.
+    Each block is compiled alone with dynamo_use_regional_compilation, and also under FSDP, which
+    gathers a block's weights between the compiled parts. Otherwise, or if the model has no blocks,
+    the wrapper is compiled as a whole.
 
     Args:
         accelerator: this process's Accelerator, which compiles nothing afterwards.

@@ -32,11 +32,12 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 Metrics: TypeAlias = "dict[str, Metric | MetricCollection]"
-KNOWN_NAMES: dict[str, set[str]] = {  # words in metrics' names, by best_mode
+KNOWN_NAMES: dict[str, set[str]] = {  # words in the names of metrics, by best_mode
     "max": {"accuracy", "acc", "precision", "recall", "f1", "iou", "dice", "auroc", "auc", "bleu"},
     "min": {"loss", "error", "perplexity", "nll", "mse", "rmse", "mae", "wer", "cer", "bits"},
 }
-TRAIN_TAGS = {"loss", "learning_rate", "gradient_norm", "epoch", "skipped_steps"}  # the loop's own
+# the names that the loop itself records
+TRAIN_TAGS = {"loss", "learning_rate", "gradient_norm", "epoch", "skipped_steps"}
 
 
 def check_recipe(config: Config) -> None:
@@ -104,7 +105,7 @@ def build_datasets(
             refuse(recipe, "build_datasets", f"returned an empty validation set {name}.")
     if config is None or config.overfit_batches is None:
         return train, validation_sets
-    # the samples that the first steps of a full run would see; all if there are fewer
+    # the samples that the first steps of a full run would see; all samples if the set has fewer
     count = min(config.overfit_batches * config.batches.global_batch_size, len(train))
     chosen = Subset(train, permutation(len(train), config.seed, 0)(np.arange(count)).tolist())
     return chosen, dict.fromkeys(validation_sets, chosen)
@@ -115,8 +116,8 @@ def build_model(config: Config, data_info: DataInfo) -> nn.Module:
     """Call the recipe's build_model, with the random state that follows from the config's seed.
 
     Raises:
-        ConfigError: it did not return a model; or the model has a sparse buffer, or a buffer that
-            checkpoints would hold although it is not finite, such as a mask of -inf.
+        ConfigError: it did not return a model; or the model has a sparse buffer, or a buffer to be
+            saved whose values are not finite, such as a mask of -inf.
     """
     seed_model(config.seed)
     model = config.recipe.build_model(data_info)
@@ -219,7 +220,8 @@ def build_metrics(recipe: Recipe) -> Metrics:
         problem = "" if is_metric else f"a {type(metric).__name__}, not a torchmetrics.Metric"
         for part in metric_parts(metric) if is_metric else []:
             kind = type(part).__name__
-            if isinstance(part, WrapperMetric) and part._defaults:  # Running: its last updates only
+            # for example torchmetrics' Running, which aggregates only the last updates
+            if isinstance(part, WrapperMetric) and part._defaults:
                 problem = f"a {kind}, whose value depends on the micro-batches of each process"
             elif not part._defaults and len(metric_parts(part)) == 1:
                 problem = f"a {kind} without a state (add_state) that ranks could merge"
@@ -231,9 +233,10 @@ def build_metrics(recipe: Recipe) -> Metrics:
 
 
 def metric_parts(metric: nn.Module) -> list["Metric"]:
-    """Return a metric and the metrics inside it, one for each state.
+    """Return a metric and the metrics inside it, but only one metric for each state.
 
-    If several share a state, as in ClasswiseWrapper, return the last, which counts the updates.
+    If several metrics share a state, as in ClasswiseWrapper, the last is returned, because it
+    counts the updates.
     """
     from torchmetrics import Metric
 
@@ -273,9 +276,9 @@ def best_mode(metric: Any, result: str, name: str) -> str:
         modes.add("max" if declared == {True} else "min")
     if len(modes) != 1:
         raise ConfigError(
-            f"evaluation.best_mode is null, and torchmetrics and the name do not tell, or disagree"
-            f" on, whether a higher or a lower {result} is better: set evaluation.best_mode to max"
-            " or min."
+            "evaluation.best_mode is null, and torchmetrics and the metric's name do not show, or"
+            f" disagree on, whether a higher or a lower {result} is better: set"
+            " evaluation.best_mode to max or min."
         )
     return modes.pop()
 

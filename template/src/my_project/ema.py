@@ -29,7 +29,7 @@ def build_ema(config: Config, model: nn.Module, optimizer: torch.optim.Optimizer
 
 
 class EMA:
-    """An exponential moving average of the weights, in their order and precision."""
+    """An exponential moving average of the weights, in the same order and precision."""
 
     def __init__(self, model: nn.Module, decay: float) -> None:
         self.decay = decay
@@ -54,7 +54,7 @@ class EMA:
         Args:
             folder: the checkpoint.
             read_weight: reads a tensor of the model by its name.
-            first_names: maps each name of a parameter to its first; tied ones have several.
+            first_names: maps each name of a parameter to its first name; a tied one has several.
         """
         averages = TensorReader(folder, "ema")
 

@@ -46,11 +46,12 @@ def evaluate(
     Args:
         accelerator: this process's Accelerator.
         config: the run's config.
-        model: the prepared model; called with a function of the plain one (contract.RecipeModule).
+        model: the prepared model, which calls a function with the plain model
+            (contract.RecipeModule).
         datasets: map-style datasets by name.
         step: the number of steps that the weights have been trained for; passed to `loss`.
         note_progress: called before each micro-batch, since an evaluation may last minutes.
-        is_sanity_check: take one micro-batch of each dataset, on each rank.
+        is_sanity_check: evaluate at most one micro-batch of each dataset on each rank.
 
     Returns:
         The value of each metric, "<dataset>/<metric>", the same on every rank.
@@ -58,16 +59,16 @@ def evaluate(
     recipe, world_size, device = config.recipe, accelerator.num_processes, accelerator.device
     update = optional(recipe, "update_metrics") or recipe_loss(config, step)
     collate, size = optional(recipe, "collate"), micro_batch_size(config)
-    # If there are workers, the sanity check reads in one of them: a dataset opens its files at the
-    # first sample, and if this process read it, later workers would share the files' offsets.
+    # If there are workers, the sanity check reads in one worker. A dataset opens its files when its
+    # first sample is read; if this process read it, later workers would share the files' offsets.
     extra = {"max_workers": 1, "persistent_workers": False} if is_sanity_check else {}
     results: dict[str, float] = {}
     with evaluation_mode(accelerator, model):
         for name, data in datasets.items():
             count = math.ceil(len(data) / size)
             count = min(count, world_size) if is_sanity_check else count
-            # Each rank makes the same number of forward passes, or FSDP deadlocks; the surplus
-            # passes update metrics that are discarded.
+            # Each rank must make the same number of forward passes, because FSDP deadlocks
+            # otherwise. Surplus passes update metrics that are discarded.
             rounds = math.ceil(count / world_size)
             numbers = range(accelerator.process_index, rounds * world_size, world_size)
             samples = range(len(data))
@@ -94,7 +95,7 @@ def evaluate(
 
 @contextmanager
 def evaluation_mode(accelerator: Accelerator, model: nn.Module) -> Iterator[None]:
-    """Prepare a model for evaluation: no gradients, and rank 0's buffers on every rank."""
+    """Inside the block, keep a model in eval mode, without gradients and with rank 0's buffers."""
     model.eval()
     renew_sharding(model)
     broadcast_buffers(accelerator, model)
@@ -110,7 +111,7 @@ def sanity_check(run: Run, accelerator: Accelerator, model: nn.Module, sets: Dat
     """Run one micro-batch of each dataset through the evaluation, before the first step.
 
     A mistake in a metric then ends the run before it trains. The results are discarded;
-    weights and buffers are restored, and each step is seeded by itself, so the run is the same as
+    weights and buffers are restored, and each step is seeded separately, so the run is the same as
     without this check.
     """
     with restored_state(model), warnings.catch_warnings():
@@ -120,7 +121,7 @@ def sanity_check(run: Run, accelerator: Accelerator, model: nn.Module, sets: Dat
 
 @contextmanager
 def restored_state(model: nn.Module) -> Iterator[None]:
-    """Restore parameters and buffers after the block, since some modules set them in a forward."""
+    """Restore parameters and buffers after the block: some modules change them in a forward."""
     kept: list[tuple[dict[str, Any], str, Tensor, Tensor]] = [
         (named, name, tensor, tensor.detach().clone())
         for module in model.modules()
@@ -146,15 +147,15 @@ def micro_batch_size(config: Config) -> int:
 def merge_metrics_on_main(accelerator: Accelerator, metrics: contract.Metrics) -> None:
     """Merge the metrics' state of all ranks on rank 0, which alone can then compute them.
 
-    This replaces torchmetrics' own gathering, which brings the state of all ranks to every rank,
+    This replaces torchmetrics' own gathering, which sends the states of all ranks to every rank,
     and aborts the process if a rank without samples has an empty list where another rank has a list
     of values. torchmetrics has no public way to make compute() use the state as it is, not even in
     a process group of one rank.
     """
     parts = [part for name in sorted(metrics) for part in contract.metric_parts(metrics[name])]
-    for metric in dict.fromkeys(parts):  # each once, even if several metrics share it
+    for metric in dict.fromkeys(parts):  # each part once, even if several metrics share it
         metric._to_sync = False
-        metric._computed = None  # set if a recipe computed a micro-batch's value
+        metric._computed = None  # cached if a recipe computed a micro-batch's value
         if accelerator.num_processes > 1:
             _merge(accelerator, metric)
 
@@ -163,7 +164,7 @@ def _merge(accelerator: Accelerator, metric: Any) -> None:
     """On rank 0, merge the states of all ranks that have samples, by the metric's reductions."""
     state = send_to_device(metric.metric_state, "cpu")
     gathered = gather_on_main(accelerator, (metric.update_count, state))
-    # ranks without samples hold defaults, whose shape may differ
+    # ranks without samples have the default states, whose shapes may differ
     with_samples = [(updates, rank_state) for updates, rank_state in gathered if updates]
     if not with_samples:
         return
@@ -203,7 +204,7 @@ def _values(
 
 
 def recipe_loss(config: Config, step: int) -> Callable:
-    """Return an update_metrics that averages the recipe's loss, which it calls with `step`."""
+    """Return an update_metrics function that averages the recipe's loss, called with `step`."""
 
     def update(model: nn.Module, batch: Any, metrics: contract.Metrics) -> None:
         returned = config.recipe.loss(model, batch, step)

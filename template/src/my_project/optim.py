@@ -43,9 +43,9 @@ def optimizer_class(config: OptimConfig) -> Any:
 
 
 def has_two_views(optimizer: torch.optim.Optimizer) -> bool:
-    """Return whether an optimizer evaluates different weights from those it trains.
+    """Return whether an optimizer has different weights for training and for evaluation.
 
-    Schedule-free optimizers do so: their train() and eval() switch between the two.
+    Schedule-free optimizers do: their train() and eval() switch between the two sets of weights.
     """
     return all(callable(getattr(optimizer, method, None)) for method in ("train", "eval"))
 
@@ -62,10 +62,10 @@ def build_optimizer(config: OptimConfig, recipe: Recipe, model: nn.Module) -> to
     given_keys = {key for group in groups if isinstance(group, dict) for key in group}
     accepted = inspect.signature(kind).parameters
     arguments = {"lr": config.lr} | config.init_args
-    if "weight_decay" in accepted:  # for groups without one
+    if "weight_decay" in accepted:  # for groups without a weight_decay
         arguments.setdefault("weight_decay", config.weight_decay)
     if "fused" in accepted and not {"fused", "foreach", "capturable"} & set(arguments):
-        # FSDP will shard parameters on meta, and DTensor supports fused kernels only for Adam
+        # on meta, FSDP will shard the parameters; DTensor supports fused kernels only for Adam
         is_adam = issubclass(kind, (torch.optim.Adam, torch.optim.AdamW))
         devices = ["cpu", "cuda", *["meta"] * is_adam]
         arguments["fused"] = not has_sparse_gradients(model) and all(
@@ -104,7 +104,7 @@ def has_sparse_gradients(model: nn.Module) -> bool:
 
 
 def check_parameters(optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
-    """Refuse groups that omit or repeat a trained parameter of the model, or hold other tensors.
+    """Refuse groups that omit or repeat a trained parameter, or hold tensors not in the model.
 
     Raises:
         ConfigError: the groups are wrong; the message names the parameters.
@@ -176,7 +176,7 @@ def normalize_and_clip_(
         The norm after scaling and before clipping, a scalar tensor or, on a CPU, a number; not
         finite if the gradient is not.
     """
-    # torch.nn.utils.get_total_norm, without its sorting of the gradients by device
+    # like torch.nn.utils.get_total_norm, but without sorting the gradients by device
     norm = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients)))  # type: ignore
     if isinstance(norm, DTensor):  # the gradients are sharded
         norm = norm.full_tensor()
@@ -197,7 +197,7 @@ def normalize_and_clip_(
 
 
 def step_if_finite(optimizer: torch.optim.Optimizer, norm: Tensor | float) -> None:
-    """Step, or leave weights and optimizer state untouched if the norm is not finite.
+    """Take an optimizer step; if the norm is not finite, change neither weights nor state.
 
     Fused optimizers decide this on the GPU; for other optimizers, the host waits for the norm.
     """

@@ -31,7 +31,7 @@ def build_model(
 ) -> tuple[nn.Module, dict[str, Tensor] | None]:
     """Build the model on the device or, where FSDP will shard it, without its weights.
 
-    Call this before the optimizer is built, since that depends on the device of the parameters.
+    Call this before building the optimizer, which depends on the device of the parameters.
 
     Args:
         accelerator: this process's Accelerator.
@@ -61,7 +61,8 @@ def build_on_device(
     # buffer separately, even buffers that share memory
     on_cpu = accelerator.device.type == "cpu"
     model = build_whole().to("cpu" if on_cpu else accelerator.device)
-    # make parameters dense, as fused kernels need, and separate in memory, as a move to a GPU does
+    # make each parameter dense, as fused kernels need, and give it its own memory, as a move to a
+    # GPU does
     for parameter in model.parameters():
         parameter.data = parameter.data.clone()
     if config.channels_last:
@@ -88,7 +89,8 @@ def prepare(
 
     Returns:
         The module that training calls, and the module that evaluation calls. The latter has
-        autocast and FSDP but not DDP, since the ranks' batches then differ in number and size.
+        autocast and FSDP but not DDP, because the batches that ranks evaluate differ in number and
+        size.
     """
     wrap: Callable[..., nn.Module] = wrap_in_ddp
     if is_sharding(accelerator):
@@ -141,11 +143,11 @@ def refuse_unused(model: nn.Module) -> None:
 def keep_gradients_in_buckets(config: Config, model: nn.Module, optimizer: Optimizer) -> None:
     """Let optimizer.zero_grad leave zeros in DDP's buckets, if a step has several micro-batches.
 
-    With None instead, gradients would accumulate outside the buckets: 4 more bytes per parameter.
-    Call this before DDP makes its buckets: DDP replaces existing gradients with views of buckets.
-    This does nothing if parameters may be unused: with a gradient of zeros, the optimizer would
-    still decay the weight and update its momentum. It also does nothing if gradients are sparse,
-    since those are in no bucket.
+    If zero_grad set the gradients to None, they would accumulate outside the buckets, which takes 4
+    more bytes per parameter. Call this before DDP makes its buckets, because DDP replaces existing
+    gradients with views of buckets. This function does nothing if parameters may be unused, because
+    the optimizer would still decay a weight with a gradient of zeros and update its momentum. It
+    also does nothing if gradients are sparse, because sparse gradients are in no bucket.
     """
     layout, options = batch_layout(config.batches, world()[0]), config.distributed.ddp
     may_be_none = options.get("find_unused_parameters") or has_sparse_gradients(model)

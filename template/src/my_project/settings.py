@@ -5,7 +5,7 @@ Options override files.
 
 A run without a run_name is named <config stem>, then -<key>=<value> for each typed setting that
 changes the training curve, even if the file has the same value. So each run of a sweep has its own
-folder, while a start with more steps or another micro-batch size continues the same run.
+folder, while the same command with more steps or another micro-batch size continues the same run.
 """
 
 import dataclasses
@@ -144,7 +144,7 @@ def make_run_name(
 def typed_names(typed: dict[str, str | None]) -> list[str]:
     """Return the names of the options, and of the settings in a group such as --optim {"lr": 1}.
 
-    --recipe alone sets its class path.
+    The option --recipe alone sets the recipe's class path.
     """
     import yaml
 
@@ -360,7 +360,7 @@ def show_help(arguments: list[str], description: str, prog: str | None) -> None:
 def parse_command_line(description: str) -> Config:
     """Parse the command line of the train module; an error ends the process with exit code 2.
 
-    Call it first: from here on the process ends when the launcher that started it ends, and Python
+    Call it first: from then on, the process ends when the launcher that started it ends, and Python
     collects no garbage until run_on_all_ranks (see no_garbage_collection).
     """
     LAUNCHER.watch()

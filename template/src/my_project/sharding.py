@@ -56,7 +56,8 @@ def check_config(world_size: int) -> None:
     """Refuse a config that asks for FSDP 1, or for a mesh whose size is not the world size.
 
     Raises:
-        ConfigError: also if the variables are set, although no launcher started this process.
+        ConfigError: the config is refused, or the variables for FSDP are set although no launcher
+            started this process.
     """
     variables = [name for name in VARIABLES if parse_flag_from_env(name)]
     is_launched = "ACCELERATE_MIXED_PRECISION" in os.environ or "WORLD_SIZE" in os.environ
@@ -71,7 +72,7 @@ def check_config(world_size: int) -> None:
             " loop supports only FSDP 2: set fsdp_version: 2 in its fsdp_config."
         )
     if uses_mesh():
-        # accelerate ignores misspelled keys, which leaves a size at 1
+        # accelerate ignores a misspelled key, so its size stays 1
         names = ("DP_REPLICATE", "DP_SHARD", "TP", "CP", "SP")
         sizes = (os.environ.get(f"PARALLELISM_CONFIG_{name}_SIZE", "1") for name in names)
         replicas, shards, *others = map(int, sizes)
@@ -117,7 +118,7 @@ def set_up_on_cpu(accelerator: Accelerator) -> None:
 def shard_on_cpu(accelerator: Accelerator, *, is_hsdp: bool) -> None:
     """Set the values that accelerate's constructor sets for GPUs."""
     state: Any = accelerator.state
-    # each AcceleratorState() overwrites its own type with PartialState's
+    # each AcceleratorState() copies its distributed_type from PartialState
     PartialState._shared_state["distributed_type"] = DistributedType.FSDP
     state.distributed_type = DistributedType.FSDP
     state.fsdp_plugin = FullyShardedDataParallelPlugin()
@@ -139,9 +140,9 @@ def release_groups(accelerator: Accelerator) -> None:
 
 
 def set_gradient_sharding(model: nn.Module, *, is_last: bool) -> None:
-    """Let FSDP2 reduce-scatter gradients in each micro-batch, and HSDP all-reduce in the last.
+    """Let FSDP2 reduce-scatter gradients in each micro-batch; HSDP all-reduces only in the last.
 
-    So no rank holds the whole gradient at any time.
+    So no rank has the whole gradient at any time.
     """
     if isinstance(model, FSDPModule):
         model.set_requires_all_reduce(is_last)
@@ -164,12 +165,12 @@ def wrap_for_sharding(
 ) -> RecipeModule:
     """Shard with torch's `fully_shard`, then allocate and fill the shards.
 
-    Same arguments as parallel.prepare. accelerate's `prepare` does not fit: it looks into our
-    wrapper to choose what is gathered together, and finds the optimizer's parameters by address,
-    but all on the meta device have the same address. This function finds parameters by name.
+    Same arguments as parallel.prepare. accelerate's `prepare` cannot be used: it looks into our
+    wrapper to choose what is gathered together, and it finds the optimizer's parameters by address,
+    but all parameters on the meta device have the same address. This function finds them by name.
     """
     plugin: Any = accelerator.state.fsdp_plugin
-    if optimizer.state:  # such as Adagrad's: the last save would fail
+    if optimizer.state:  # such as Adagrad's state: the last save would fail
         raise ConfigError(
             f"{type(optimizer).__name__} creates its state in its constructor, before FSDP shards"
             " the parameters; choose another optim.class_path."
@@ -229,7 +230,7 @@ def model_for_sharding(
     return wrap_for_sharding(accelerator, config, model, no_state, None)
 
 
-# ---- a start without the weights -----------------------------------------------------------------
+# ---- a model without its weights -----------------------------------------------------------------
 def build_for_sharding(
     accelerator: Accelerator, build_whole: Callable[[], nn.Module], _: Config
 ) -> tuple[nn.Module, dict[str, Tensor]]:

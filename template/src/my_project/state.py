@@ -27,7 +27,7 @@ EVALUATION = (
     "evaluations_since_best",
     "lr_reductions",
 )  # the fields of TrainState that an evaluation sets
-ROUNDING = 1e-6  # relative; another CPU or world size changes sums by less
+ROUNDING = 1e-6  # relative; sums on another CPU or world size differ by less
 
 
 class NotFiniteError(RuntimeError):
@@ -54,7 +54,7 @@ class StepReport(NamedTuple):
     stop_votes: float  # number of ranks that have been asked to stop
     save_votes: float  # 1 if a time-based save is due on rank 0
     scalars: dict[str, float]  # sums of the recipe's scalars, by name
-    own_seconds: float = 0.0  # from the step's start until this rank needs the others
+    own_seconds: float = 0.0  # from the step's start until this rank starts the all-reduce
 
     @property
     def is_skipped(self) -> bool:
@@ -70,14 +70,14 @@ class TrainState:
     """The loop's state besides tensors, which is `state` in the manifest of a checkpoint."""
 
     step: int = 0  # optimizer steps done; data, schedule and random numbers follow from it
-    stream_states: list[Json] = field(default_factory=list)  # of lanes that have a state_dict
+    stream_states: list[Json] = field(default_factory=list)  # by lane; [] if lanes have none
     results: dict[str, float] = field(default_factory=dict)  # of the last evaluation
     evaluated_step: int = -1
     best: float | None = None  # best value of evaluation.best_metric
     best_of: str = ""  # the mode and the metric of `best`
     best_step: int = 0
     evaluations_since_best: int = 0
-    lr_reductions: int = 0  # by the schedule plateau
+    lr_reductions: int = 0  # number of reductions by the schedule plateau
     interval_loss_sum: float = 0.0  # summed since the last record
     interval_num_items: float = 0.0  # items since the last record
     interval_scalars: dict[str, float] = field(default_factory=dict)  # sums since the last record
@@ -91,7 +91,7 @@ class TrainState:
         return dataclasses.asdict(self)
 
     def restore(self, saved: dict[str, Json], config: Config) -> None:
-        """Restore the fields from a checkpoint, except a best value for another metric or mode."""
+        """Restore the fields from a checkpoint; drop a best value for another metric or mode."""
         for f in dataclasses.fields(self):
             value, before = saved.get(f.name), getattr(self, f.name)
             is_number = isinstance(before, NUMBER)
@@ -124,10 +124,10 @@ class TrainState:
             logger.warning(text, report.step + 1, report.loss_sum)
 
     def check_skipped(self, report: StepReport, limit: int) -> None:
-        """Check that fewer than `limit` consecutive steps, ending with the last, were skipped.
+        """Check that the last `limit` steps were not all skipped.
 
         Raises:
-            NotFiniteError: `limit` or more were skipped; raised on all ranks.
+            NotFiniteError: all of them were skipped; raised on all ranks.
         """
         step, loss, in_a_row = report.step + 1, report.own_loss_sum, self.consecutive_skipped_steps
         if in_a_row < limit:

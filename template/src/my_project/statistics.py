@@ -1,19 +1,20 @@
-"""Exact running statistics of BatchNorm: those of one process that sees all micro-batches in order.
+"""Keep BatchNorm's running statistics as if one process saw all micro-batches in order.
 
 At each call of a layer, torch moves the running statistics r to (1 - m) r + m s: m is the layer's
 momentum, s are the statistics of the micro-batch. On several ranks, each rank would have its own r,
 and update it only with its own micro-batches. But the update is linear: after the micro-batches
 0 to n - 1 of a step, r is (1 - m)^n r + sum_k (1 - m)^(n - 1 - k) m s_k. So each micro-batch begins
 with the r that the step began with. The r that torch then writes, minus (1 - m) r, is m s_k. Each
-rank sums these parts with these weights, and the sums are part of the step's all-reduce. With one
-process, torch alone updates the statistics. A skipped step leaves them as they were.
+rank sums these parts, weighted by (1 - m)^(n - 1 - k), and the sums are part of the step's
+all-reduce. With one process, torch alone updates the statistics. A skipped step leaves them as they
+were.
 
-This is exact if all micro-batches of a step call a layer equally often. If some call it more often
-than others, or not at all, a part's weight assumes that later micro-batches call the layer as often
-as the part's own micro-batch, and the weights are normalized. The average is then the same for two
-or more processes. A layer without a counted call keeps what the recipe or torch has written in it.
-Not handled here: SyncBatchNorm, InstanceNorm, and layers with momentum None, which average over all
-calls.
+This is exact if all micro-batches of a step call a layer equally often. If some micro-batches call
+it more often than others, or not at all, a part's weight assumes that later micro-batches call the
+layer as often as the part's own micro-batch, and the weights are normalized. The average is then
+the same for two or more processes. A layer without a counted call keeps what the recipe or torch
+has written in it. Not handled here: SyncBatchNorm, InstanceNorm, and layers with momentum None,
+which average over all calls.
 """
 
 from typing import Any
@@ -61,7 +62,7 @@ class RunningStatistics:
         self.layers = layers
         self.layout = layout
         self.rank = accelerator.process_index
-        self.micro_batch = self.rank  # this rank's next, numbered over all ranks
+        self.micro_batch = self.rank  # this rank's next micro-batch, numbered over all ranks
         self.buffers = [b for layer in layers for b in (layer.running_mean, layer.running_var)]
         self.counters = [layer.num_batches_tracked for layer in layers]
         self.sizes = [len(buffer) for buffer in self.buffers]
@@ -75,7 +76,7 @@ class RunningStatistics:
             reader.make_room(sum(self.part_sizes))
         self.momenta: list[float] = []
         if isinstance(model, DistributedDataParallel):
-            # DDP still broadcasts frozen layers: they may be copies that the recipe writes
+            # DDP still broadcasts buffers of frozen layers, which the recipe may write itself
             moving = {id(b) for layer in layers if layer.training for b in layer.buffers()}
             named = model.module.named_buffers()
             model.parameters_to_ignore |= {name for name, b in named if id(b) in moving}
@@ -83,7 +84,7 @@ class RunningStatistics:
 
     def forward(self, *arguments: Any) -> Any:
         """Call the model with a micro-batch, and add its part of the statistics."""
-        if self.micro_batch == self.rank:  # the first of a step
+        if self.micro_batch == self.rank:  # the first micro-batch of a step
             self.before = self.start = self._read()
         else:
             self._write(*self.start)
@@ -98,7 +99,7 @@ class RunningStatistics:
         return returned
 
     def finish(self, sums: StepSums, norm: Tensor | float) -> None:
-        """Update the statistics with a step's micro-batches; restore them if it is skipped."""
+        """Update the statistics with a step's micro-batches; restore them if it was skipped."""
         before, calls_before = self.before
         after, calls = self.start
         if self.has_parts:
@@ -137,7 +138,8 @@ class RunningStatistics:
     def _decay(self, calls: Tensor) -> Tensor:
         """Return the share of its old statistics that each layer keeps after its calls (L,)."""
         momenta = [layer.momentum for layer in self.layers]
-        if momenta != self.momenta:  # a recipe may change them; a copy to a GPU makes the host wait
+        # a recipe may change the momenta; copy only then, since a copy to a GPU makes the host wait
+        if momenta != self.momenta:
             self.momenta = momenta
             self.kept = 1 - torch.tensor(momenta, dtype=self.dtype, device=calls.device)
         return self.kept**calls

@@ -26,8 +26,9 @@ def dtype_of_sums(device: torch.device) -> torch.dtype:
 class StepSums:
     """The sums of one step over its micro-batches and, by one all-reduce, over all ranks.
 
-    They are one tensor: first the fields of StepReport in order, then the recipe's scalars, whose
-    names are known after its first loss, then numbers that are not read (DelayedReader.make_room).
+    The sums are one tensor: first the fields of StepReport in order, then the recipe's scalars,
+    whose names are known after its first loss, then numbers that the host does not read
+    (DelayedReader.make_room).
     """
 
     def __init__(self, accelerator: Accelerator) -> None:
@@ -36,7 +37,7 @@ class StepSums:
         self.world_size = accelerator.num_processes
         self.work: torch.distributed.Work | None = None
         self.began: Timestamp = 0.0  # when the step begins
-        self.ready: Timestamp = 0.0  # when this rank needs the others
+        self.ready: Timestamp = 0.0  # when this rank starts the all-reduce
         self.allocate(torch.zeros(6, dtype=dtype_of_sums(device), device=device))
 
     def allocate(self, memory: Tensor, names: tuple[str, ...] = ()) -> None:
@@ -45,7 +46,7 @@ class StepSums:
         self.over_all_ranks = memory[LOSS:]
         self.numbers = memory[: 6 + len(names)]
         self.rest = memory[6 + len(names) :]
-        # on a CPU, add Python numbers in place: one kernel would take longer than all additions
+        # on a CPU, Python adds the numbers in place: one kernel would take longer than all of this
         self.sums: Any = self.numbers.numpy().data if memory.is_cpu else [*self.numbers.unbind()]
         self.indices = {name: index for index, name in enumerate(names, SAVE_VOTES + 1)}
 
@@ -71,8 +72,8 @@ class StepSums:
         if scalars.keys() != self.indices.keys():
             raise ConfigError(
                 f"loss returned the scalars {sorted(scalars)}, but {sorted(self.indices)} in the"
-                f" first step of this start; return the same names each time, with 0.0 where there"
-                " is nothing to add."
+                f" first step of this process; return the same names each time, with 0.0 where"
+                " there is nothing to add."
             )
         for name, value in scalars.items():
             self.add_to(self.indices[name], value)
@@ -115,7 +116,7 @@ def seconds_between(began: Any, ended: Any) -> float:
 
 
 class HostCopy:
-    """An asynchronous copy of a tensor to the host: only reading it waits for a GPU."""
+    """An asynchronous copy of a tensor to the host; only `tolist` waits for a GPU."""
 
     def __init__(self, tensor: Tensor) -> None:
         self.tensor = tensor
@@ -137,7 +138,7 @@ class DelayedReader:
     """Read the sums of a step one step later, when the device has finished them anyway."""
 
     def __init__(self, accelerator: Accelerator) -> None:
-        # the sums of this step, and those of the step before, which have not been read
+        # the sums of this step, then the sums of the step before, which have not been read
         self.both = [StepSums(accelerator), StepSums(accelerator)]
         self.accelerator = accelerator
         self.pending: tuple[int, HostCopy, Timestamp, Timestamp] | None = None
@@ -151,7 +152,7 @@ class DelayedReader:
         agree(self.accelerator, {"what loss returns": names})
         for sums in self.both if names else ():
             memory = sums.tensor.new_zeros(len(sums.tensor) + len(names))
-            memory[6 + len(names) :] = sums.rest  # added by the forward that named the scalars
+            memory[6 + len(names) :] = sums.rest  # already added by the step's first forward
             sums.allocate(memory, names)
 
     def make_room(self, size: int) -> None:

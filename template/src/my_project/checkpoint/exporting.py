@@ -41,7 +41,7 @@ def export(
     training changes, and draw random numbers. For a sharded model, it gets an unsharded copy.
 
     Args:
-        run: the run folder.
+        run: the run and its folder.
         data_info: from the recipe's prepare_data.
         model: the model, with the EMA swapped in if there is one.
         checkpoints: the run's checkpoints.
@@ -61,7 +61,7 @@ def export(
         weights = {}
 
     def fill(folder: Path) -> None:
-        if not weights:  # otherwise, they are checked when their shards are written
+        if not weights:  # otherwise, values are checked when the shards are written
             for key, tensor in state.items():
                 require_finite(key, tensor)
         if recipe_export and not needs_whole:

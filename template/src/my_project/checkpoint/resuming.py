@@ -28,7 +28,7 @@ def choose(accelerator: Accelerator, run: Run) -> Path | None:
     """Return the checkpoint to continue from; None to start from step 0. Called by every rank.
 
     This is the newest intact checkpoint of the run. With --resume <path>, it is the newest intact
-    one whose run began at that path; if there is none, it is the checkpoint at the path itself.
+    checkpoint whose run began at that path or, if there is none, the checkpoint at the path itself.
 
     Raises:
         ConfigError: the checkpoint at the path is damaged.
@@ -77,7 +77,7 @@ def _began_at(folder: Path, given: str) -> bool:
 
 
 def find_damage_together(accelerator: Accelerator, folder: Path, *, is_shared: bool = True) -> str:
-    """Return what is wrong with a checkpoint, or "". Called by every rank; each reads some files.
+    """Return a checkpoint's problem, or "". Called by every rank; each rank reads some files.
 
     Args:
         accelerator: this process's Accelerator.
@@ -151,7 +151,7 @@ def remove(folder: Path) -> None:
         return
     names = {path.name for path in folder.iterdir()}
     if all(name in listed or name.startswith(".manifest.json.") for name in names):
-        # Renamed first: a kill while files are removed must not leave a partial checkpoint.
+        # Rename first, so that a kill while files are removed leaves no partial checkpoint.
         removed = folder.with_name(f".{folder.name}.removed")
         discard(removed)
         try:

@@ -95,7 +95,7 @@ class Checkpoints:
         self.failures: dict[str, Exception] = {}  # by kind of job: why the last one failed
         self.note = ""  # the newest failure, shown when the run ends even if a later save succeeded
         self.mirror: Any = None  # mirror.Mirror, if the run has one
-        self._first_failed = 0.0  # number of failed saves; -inf once a save of this start succeeds
+        self._first_failed = 0.0  # number of failed saves; -inf once a save has succeeded
         self._save_seconds = 60 * run.config.checkpoints.minutes
         self._saved_at = time.monotonic()
         self._saved_step = -1  # step of the checkpoint last saved to or loaded from `folder`
@@ -124,10 +124,11 @@ class Checkpoints:
         return self.rank == 0 and 0 < self._save_seconds < seconds
 
     def check_optimizer(self) -> None:
-        """Refuse an optimizer that cannot be resumed. Called after the first two steps of a start.
+        """Refuse an optimizer that cannot be resumed. Called after each of the first two steps.
 
         Raises:
-            ConfigError: a checkpoint cannot hold its state, or it keeps a counter elsewhere.
+            ConfigError: a checkpoint cannot hold the optimizer's state, or the optimizer keeps a
+                counter elsewhere.
         """
         optimizer_state(self.optimizer, self.names)
         before = self._optimizer_numbers
@@ -222,17 +223,17 @@ class Checkpoints:
         """Replace best/ or export/ once the previous jobs have ended. Called by every rank.
 
         The weights are read from the checkpoint of this step. If there is none, each rank's thread
-        first writes its shards to a temporary folder, as for a checkpoint: without a collective.
+        first writes the rank's shards to a temporary folder, without a collective, as a save does.
 
         Args:
             folder: best/ or export/.
             fill: writes files into the temporary folder; called by rank 0, immediately.
             weights: the tensors to write, by the same names on all ranks; {} if `fill` writes them.
-            saved_names: their names in a checkpoint; None for a tensor that is not saved there.
+            saved_names: the names of these tensors in a checkpoint; None if a tensor is not saved.
             write: writes the weights into the temporary folder, given a function that reads a
                 tensor by its name; called by rank 0 in the thread.
         """
-        # if sharded, all ranks must decide alike, but a rank may not know that a save failed
+        # ranks with shards must decide alike, but a rank may not know that a save failed
         has_failed = self.writers == 1 and "checkpoint" in self.failures
         is_of_step = self._saved_step == self.run.step and not has_failed
         is_saved = is_of_step and None not in saved_names.values()
@@ -329,7 +330,7 @@ class Checkpoints:
 
         Raises:
             Exception: a job failed for a reason other than the disk, or the first FIRST_SAVES saves
-                of this start all failed.
+                of this process all failed.
         """
         if self._thread:
             self._thread.join()
@@ -338,7 +339,7 @@ class Checkpoints:
                 if not isinstance(failure, OSError):
                     raise failure
             if self._first_failed >= FIRST_SAVES:
-                raise OSError(f"all {FIRST_SAVES} saves of this start have failed: {self.note}")
+                raise OSError(f"all {FIRST_SAVES} saves since the start have failed: {self.note}")
 
     def check(self, *kinds: str) -> None:
         """Raise the error if the last job of one of these kinds failed. Called as a run ends."""
@@ -457,7 +458,7 @@ class Checkpoints:
         def have_reported() -> bool:
             if self.mirror:
                 self.mirror.collect_parts(temporary)
-            # one listing: a check for each rank's file would be N requests per poll
+            # list the folder once: to check for each rank's file would take N requests per poll
             for report in os.listdir(temporary):
                 word, _, name = report.partition(".")
                 if name in waiting and word in ("written", "failed"):
@@ -486,8 +487,8 @@ class Checkpoints:
     def _rotate(self, state: dict[str, Json]) -> None:
         """Remove checkpoints that need not be kept, if they contain only files of their manifest.
 
-        None is removed while steps are skipped: the weights may have become NaN, in which case
-        every later step is skipped, and only an earlier checkpoint is useful.
+        No checkpoint is removed while steps are skipped: the weights may have become NaN, in which
+        case every later step is skipped, and only an earlier checkpoint is useful.
         """
         if state["consecutive_skipped_steps"]:
             return

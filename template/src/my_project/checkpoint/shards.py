@@ -38,7 +38,7 @@ class Shard:
 
 
 def own_shard(tensor: Tensor, rank: int) -> Shard | None:
-    """Return the shard that this rank writes: exactly one rank writes each element."""
+    """Return the shard that this rank writes, or None; exactly one rank writes each element."""
     if not isinstance(tensor, DTensor):
         shard = Shard(tensor.detach(), (0,) * tensor.ndim, tuple(tensor.shape))
         return shard if rank == 0 else None
@@ -92,8 +92,8 @@ def save_tensors(
     safetensors' own `serialize` needs all tensors of the file, and a copy of each, in memory.
 
     Args:
-        tensors: by name, in the order of in_file_order; only their shapes and dtypes are used, so
-            they may be sharded, or on the meta device.
+        tensors: the tensors by name, in the order of in_file_order; only their shapes and dtypes
+            are used, so they may be sharded, or on the meta device.
         path: the file.
         values: the values of these tensors, in the same order.
         metadata: the file's metadata, such as the aliases of tied weights: {alias: tensor name}.
@@ -125,7 +125,7 @@ def save_tensors(
                 digest.update(chunk)
 
         write(memoryview(struct.pack("<Q", len(text)) + text))
-        for _ in tensors:  # each is freed before the next is gathered
+        for _ in tensors:  # each value is freed before the next one is gathered
             # copies only a tensor that is not contiguous, or on a GPU
             write(next(values).cpu().contiguous().flatten().view(torch.uint8).numpy().data)
     return digest.hexdigest()
@@ -160,7 +160,7 @@ def _dtype_name(dtype: torch.dtype) -> str:
     header: dict[str, Any] = {"": {"shape": []}}
     with suppress(KeyError, SafetensorError):
         header = json.loads(save({"": torch.empty(1, dtype=dtype)})[8 : -dtype.itemsize])
-    if header[""]["shape"] != [1]:  # unknown, or two numbers share a byte
+    if header[""]["shape"] != [1]:  # an unknown dtype, or one with two numbers per byte
         raise ValueError(f"the safetensors format cannot hold tensors of {dtype}.")
     return str(header[""]["dtype"])
 
@@ -174,10 +174,10 @@ class TensorReader:
         Args:
             folder: the checkpoint or export.
             kind: model, optimizer or ema.
-            listed: the names of the files in its manifest, if the caller has read that.
+            listed: the names of the files in the manifest, if the caller has read the manifest.
 
         Raises:
-            ConfigError: there is no such file, or it is not in safetensors format.
+            ConfigError: there is no file of this kind, or one is not in safetensors format.
         """
         self.folder = folder
         self.kind = kind
@@ -229,7 +229,7 @@ class TensorReader:
         if wanted == [*self.shapes[name]] == self.shards[name][0][2]:
             return self.shards[name][0][0].get_tensor(name)
         result = torch.empty(wanted, dtype=self.meta(name).dtype)
-        filled = 0  # elements
+        filled = 0  # number of elements read
         for file, held_offset, held in self.shards[name]:
             # the overlap of the file's part and the wanted part, as indices of the whole tensor
             spans = [
@@ -272,7 +272,7 @@ class TensorReader:
 
     @torch.no_grad()
     def fill(self, tensors: dict[str, Tensor]) -> None:
-        """Read all tensors of the files into these, in place; the names must match exactly."""
+        """Read all tensors of the files into `tensors`, in place; the names must match exactly."""
         missing = tensors.keys() - self.shards.keys()
         unknown = self.shards.keys() - tensors.keys()
         if missing or unknown:
@@ -374,7 +374,7 @@ def load_optimizer(
     saved: dict[str, Any],
     slots: TensorReader | None,
 ) -> None:
-    """Restore what optimizer_state returned: `saved` and, read by `slots`, the tensors."""
+    """Restore what optimizer_state returned: groups and slots from `saved`, tensors by `slots`."""
     groups = [[names[id(p)] for p in group["params"]] for group in optimizer.param_groups]
     if groups != [group["params"] for group in saved["groups"]]:
         raise ConfigError(
@@ -408,7 +408,7 @@ def load_optimizer(
     param_groups = [
         {name: unpack(value, read_for_group) for name, value in group.items() if name != "params"}
         | {"params": [index[name] for name in group["params"]]}
-        # the kernels for this device and sharding, not those of the saved run
+        # keep the choice of kernels for this device and sharding, not that of the saved run
         | {name: current[name] for name in ("fused", "foreach") if name in current}
         for group, current in zip(saved["groups"], optimizer.param_groups, strict=True)
     ]
@@ -419,7 +419,7 @@ def load_optimizer(
 
 
 def _restore_types(saved: Any, loaded: Any) -> Any:
-    """Undo load_state_dict's cast to the weight's dtype (of all but `step`), and restore text."""
+    """Restore text, and undo load_state_dict's cast of slots but `step` to the weight's dtype."""
     if isinstance(saved, Tensor):
         return loaded if saved.dtype == loaded.dtype else saved.to(loaded.device)
     if isinstance(saved, dict):

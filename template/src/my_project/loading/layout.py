@@ -1,8 +1,8 @@
 """Divide a global batch into micro-batches, and compute the number of steps of a run.
 
-Micro-batch m of a step goes to rank m % world size. If their number is not a multiple of the world
-size, some ranks have one fewer: they repeat their first micro-batch with weight 0, since DDP and
-FSDP2 need the same number of forward and backward passes on every rank.
+Micro-batch m of a step goes to rank m % world size. If the world size does not divide the number of
+micro-batches, some ranks have one micro-batch fewer. They repeat their first one with weight 0,
+because DDP and FSDP2 need the same number of forward and backward passes on every rank.
 """
 
 from dataclasses import dataclass
@@ -28,7 +28,7 @@ class BatchLayout:
 
     @property
     def accumulation(self) -> int:
-        """Passes per step on each rank, including one with a repeated micro-batch."""
+        """Passes per step on each rank, including the pass that repeats a micro-batch, if any."""
         return -(-self.micro_batches // self.world_size)
 
     @property
@@ -112,7 +112,7 @@ def is_stream(data: Dataset) -> TypeGuard[Stream]:
 
 
 def lengths(train_set: Dataset, validation_sets: Datasets) -> dict[str, int]:
-    """Count the samples of each dataset, or its lanes."""
+    """Count the samples of each dataset, or the lanes of a stream."""
     counts = {f"validation set {name}": len(data) for name, data in validation_sets.items()}
     if is_stream(train_set):
         return {"the lanes of the stream": train_set.lanes} | counts  # of a stream
@@ -126,7 +126,7 @@ def evenly_spaced(data: Dataset, count: int) -> list[int]:
 
 
 def total_steps(config: Config, train_set: Dataset, layout: BatchLayout) -> int:
-    """Count the optimizer steps of the whole run; refuse less data than a global batch."""
+    """Count the optimizer steps of the whole run; refuse fewer samples than one global batch."""
     from .streams import steps_of_stream
 
     if is_stream(train_set):

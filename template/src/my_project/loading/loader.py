@@ -63,8 +63,8 @@ class Fetch:
     """Fetch and collate one micro-batch, with the random state seeded by its samples.
 
     All of it happens in `__getitems__`, which a DataLoader calls once per micro-batch, in a worker
-    or in the training process. In the latter, the random state of the last sample remains; this
-    does not matter, since each forward pass is seeded separately.
+    or in the training process. In the training process, the random state of the last sample
+    remains; this does not matter, because each forward pass is seeded separately.
     """
 
     def __init__(
@@ -112,7 +112,7 @@ class Fetch:
 
 def has_getitems(data: Any) -> bool:
     """Return whether a dataset has a `__getitems__` that reads several samples in one call."""
-    while isinstance(data, Subset):  # its __getitems__ calls that of its dataset, if there is one
+    while isinstance(data, Subset):  # a Subset calls the __getitems__ of its dataset, if any
         data = data.dataset
     return callable(getattr(data, "__getitems__", None))
 
@@ -139,7 +139,7 @@ def tell_epoch(data: Any, epoch: int, seed: int) -> None:
 def is_tensor_dataset(data: Any) -> bool:
     """Return whether this is exactly a TensorDataset or a Subset of one.
 
-    A subclass is not, since it may draw random numbers.
+    A subclass does not count, because it may draw random numbers.
     """
     while type(data) is Subset:
         data = data.dataset
@@ -156,7 +156,7 @@ def read_rows(data: Any, indices: Sequence[int]) -> list[Tensor]:
 
 
 def identity(batch: Batch) -> Batch:
-    """Return a batch as it is: Fetch has collated it, and a worker cannot unpickle a lambda."""
+    """Return a batch unchanged, as collated by Fetch; not a lambda, since workers unpickle it."""
     return batch
 
 
@@ -187,12 +187,12 @@ def make_loader(config: BatchesConfig, data: Any, device: torch.device, **extra:
             collate_fn=identity,
             # otherwise the DataLoader draws from torch's generator, which dropout uses
             generator=torch.Generator().manual_seed(0),
-            in_order=True,  # otherwise a step would get the samples that are read first
+            in_order=True,  # otherwise a step would get whichever samples are read first
             num_workers=workers,
             worker_init_fn=ignore_signals_except_parents,
             **defaults | config.loader | extra,
         )
-    except (TypeError, ValueError) as error:  # also for an option that this call sets itself
+    except (TypeError, ValueError) as error:  # also if batches.loader sets one of these arguments
         raise ConfigError(f"batches.loader {config.loader}: {error}.") from error
 
 

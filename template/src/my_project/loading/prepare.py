@@ -70,9 +70,9 @@ def in_turn(folder: Path) -> Iterator[None]:
 
     One process of the run goes first; then one of each node, since caches may be local to a node;
     then all others together. The first process of a node may write to the terminal, for a progress
-    bar. If the first one fails or dies, the next one does the work. The locks are files in the runs
-    folder, which the nodes share, so no process group is needed. The operating system releases a
-    lock when its process ends, for whatever reason.
+    bar. If the first process fails or dies, the next one does the work. The locks are files in the
+    runs folder, which the nodes share, so no process group is needed. The operating system releases
+    a lock when its process ends, for whatever reason.
     """
     with first_alone(folder / f".prepare_data.{socket.gethostname()}.lock") as is_first:
         alone = first_alone(folder / ".prepare_data.lock") if is_first else nullcontext()
@@ -82,8 +82,8 @@ def in_turn(folder: Path) -> Iterator[None]:
 
 @contextmanager
 def first_alone(path: Path) -> Iterator[bool]:
-    """Let one process go first, alone, then all others together; yield whether this went first."""
-    unfinished = path.with_suffix(".unfinished")  # exists until the first one has finished
+    """Let one process run the block first, then all others; yield whether this process is first."""
+    unfinished = path.with_suffix(".unfinished")  # exists until the first process has finished
     lock = FileLock(path, mode=0o666, poll_interval=0.2)
     held: AbstractContextManager
     try:

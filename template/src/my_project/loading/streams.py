@@ -57,11 +57,11 @@ class LaneReader(IterableDataset):
     """
 
     stream: Stream
-    lanes: Sequence[Sequence[int]]  # for each micro-batch of a step, its lanes
+    lanes: Sequence[Sequence[int]]  # the lanes of each micro-batch of a step
     per_step: int  # samples per lane and step
     start: int  # samples to skip in each lane
-    seeds: SampleSeeds  # its mode is not auto, which would have to read samples again
-    states: Mapping[int, Json]  # by lane, after `start` samples, for lanes that have a state
+    seeds: SampleSeeds  # never with mode auto, which would have to read samples again
+    states: Mapping[int, Json]  # by lane: its state after `start` samples, if it has one
 
     def __iter__(self) -> Iterator[dict[int, tuple[list, Json]]]:
         """Read without end."""
@@ -105,7 +105,7 @@ class LaneReader(IterableDataset):
 
 
 def plain(state: Json) -> Json:
-    """Copy a lane's state via JSON; refuse one that JSON, and so a checkpoint, would change."""
+    """Copy a lane's state via JSON; refuse a state that JSON, and so a checkpoint, would change."""
     copied = json.loads(json.dumps(state))
     if copied != state:
         raise ValueError("state_dict must return plain JSON: no tuples, NaNs or non-string keys")
@@ -159,7 +159,8 @@ class StreamBatches:
     def stream_states(self) -> list[Json]:
         """Return the states of all lanes after the last step, on rank 0. Called by every rank.
 
-        The list is empty if the lanes have no state, and on all ranks except 0, which saves them.
+        The list is empty if the lanes have no state. It is also empty on all ranks except rank 0,
+        which saves the states.
         """
         states: dict[int, Json] = {}
         for rank_states in gather_on_main(self.accelerator, self.states):
