@@ -98,7 +98,7 @@ class Checkpoints:
         self._first_failed = 0.0  # number of failed saves; -inf once a save has succeeded
         self._save_seconds = 60 * run.config.checkpoints.minutes
         self._saved_at = time.monotonic()
-        self._saved_step = -1  # of the checkpoint that was last saved to or loaded from `folder`
+        self._saved_step = -1  # step of the checkpoint last saved to or loaded from `folder`
         self._buffers: dict[str, Tensor] = {}
         self._optimizer_numbers: dict[str, float] = {}
         self._has_lost_contact = threading.Event()
