@@ -237,7 +237,7 @@ def build_for_sharding(
     """Build a model whose parameters are on the meta device. Called by every rank.
 
     Only rank 0 calls the recipe's build_model, which may read weights or compute with values. It
-    sends the modules to the others by pickle; if that fails, every rank calls build_model.
+    sends the modules to the other ranks by pickle; if pickling fails, every rank calls build_model.
 
     Args:
         accelerator: this process's Accelerator.

@@ -71,10 +71,10 @@ class TrainState:
 
     step: int = 0  # optimizer steps done; data, schedule and random numbers follow from it
     stream_states: list[Json] = field(default_factory=list)  # by lane; [] if lanes have none
-    results: dict[str, float] = field(default_factory=dict)  # of the last evaluation
+    results: dict[str, float] = field(default_factory=dict)  # results of the last evaluation
     evaluated_step: int = -1
     best: float | None = None  # best value of evaluation.best_metric
-    best_of: str = ""  # the mode and the metric of `best`
+    best_of: str = ""  # the mode and the metric that `best` is for
     best_step: int = 0
     evaluations_since_best: int = 0
     lr_reductions: int = 0  # number of reductions by the schedule plateau

@@ -85,11 +85,11 @@ class Training:
     forward: Callable[..., Any]  # called in training: wrapped_model, or a method around it
     parameters: list[nn.Parameter]  # the trained ones, with requires_grad
     optimizer: torch.optim.Optimizer
-    scaler: torch.amp.GradScaler | None  # of fp16
+    scaler: torch.amp.GradScaler | None  # scales the loss in fp16
     ema: EMA | None
     statistics: RunningStatistics | None  # keeps BatchNorm's running statistics exact
     state: TrainState
-    first_step: int  # the first that this start takes
+    first_step: int  # the first step that this process takes
     sums: DelayedReader  # all-reduces the sums of each step
     checkpoints: Checkpoints
     recorder: Recorder

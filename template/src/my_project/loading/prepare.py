@@ -22,7 +22,7 @@ logger = logging.getLogger(__name__)
 
 
 def prepare_data(config: Config) -> DataInfo:
-    """Call the recipe's prepare_data in one process first; the others find the work done.
+    """Call the recipe's prepare_data in one process first; the other processes find the work done.
 
     There is no timeout, since tokenizing can take hours. The random state does not depend on the
     config's seed, since the content of a cache must not depend on the run that fills it.

@@ -141,8 +141,8 @@ class SampleSeeds:
         self.seed = seed
         self.mode = mode
         self.epoch: int | str | None = None
-        self.epoch_hash = _hash("")  # of the parts that all seeds of an epoch begin with
-        self.torch_state: torch.Tensor | None = None  # before samples that are read together
+        self.epoch_hash = _hash("")  # hash of the parts that all seeds of an epoch begin with
+        self.torch_state: torch.Tensor | None = None  # from before a read in one call
 
     def each(self, keys: Iterable[Key]) -> Iterator[int]:
         """Seed the generators for each sample, with derive_seed(seed, "sample", epoch, index).
