@@ -39,7 +39,8 @@ from .run_files import Numerics
 from .run_folder import Run
 from .settings import did_you_mean
 
-# Launchers that set no rank that accelerate reads, each with the variable of its number of tasks.
+# Launchers that do not set the rank that accelerate reads; for each, the variable with its number
+# of tasks.
 TASK_COUNTS = {"srun": "SLURM_STEP_NUM_TASKS", "mpirun": "OMPI_COMM_WORLD_SIZE"}
 UNSUPPORTED = {
     "ACCELERATE_USE_DEEPSPEED",
@@ -147,12 +148,12 @@ def loopback_store(url: str, timeout: timedelta, **_: object) -> Iterator[tuple[
 
 @contextmanager
 def start_accelerator(config: Config) -> Iterator[Accelerator]:
-    """Create the Accelerator; destroy its process group afterwards, unless NCCL could hang."""
+    """Create the Accelerator; destroy its process group afterward, unless NCCL could hang."""
     init_method = keep_on_this_machine()
-    AcceleratorState._reset_state(True)  # an earlier run or a recipe may have left one
+    AcceleratorState._reset_state(True)  # an earlier run or a recipe may have left a state
     limits = config.distributed
     longest = max(limits.startup_timeout_seconds, limits.timeout_seconds)
-    timeout = timedelta(seconds=60 + longest)  # longer than the watchdog's
+    timeout = timedelta(seconds=60 + longest)  # longer than the watchdog's limit
     with sharding.hidden_from_constructor(on_cpu=use_cpu()):
         accelerator = Accelerator(
             cpu=use_cpu(),
@@ -171,7 +172,7 @@ def start_accelerator(config: Config) -> Iterator[Accelerator]:
         yield accelerator
         finished = True
     finally:
-        # NCCL's teardown would wait for collectives that no rank answers; the exit ends them.
+        # NCCL's teardown would wait for collectives that no rank answers; exiting ends them.
         if torch.distributed.is_initialized() and (finished or accelerator.device.type == "cpu"):
             release_groups(accelerator)
             torch.distributed.destroy_process_group()
@@ -182,8 +183,9 @@ def release_groups(accelerator: Accelerator) -> None:
     """Drop the references to process groups that would outlive destroy_process_group.
 
     DDP's reducer references its group in C++. If that is the last reference, dropping it keeps the
-    GIL and waits for gloo's threads, of which one may need the GIL to free a tensor: up to half of
-    the runs of some tests hung with torch 2.10. Dropping a Python reference releases the GIL.
+    GIL while it waits for gloo's threads, and one of them may need the GIL to free a tensor: up to
+    half of the runs of some tests hung with torch 2.10. Dropping a Python reference releases the
+    GIL.
     """
     for model in accelerator._models:
         for name in ("logger", "reducer"):

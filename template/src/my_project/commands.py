@@ -103,7 +103,7 @@ def prepared_model(
     Args:
         accelerator: this process's Accelerator.
         config: the run's config.
-        data_info: from the recipe's prepare_data.
+        data_info: the result of the recipe's prepare_data.
         plain: a model that has its weights; None builds the recipe's model, for the caller to load
             weights into.
     """
@@ -160,7 +160,7 @@ def parse_predict(words: list[str]) -> argparse.Namespace:
 
 
 def print_prediction(arguments: argparse.Namespace) -> None:
-    """Print the recipe's prediction."""
+    """Print the recipe's prediction for the input, or its answers for validation samples."""
     import torch
 
     from .weights import errors_as_sentences, load, weights_folder

@@ -58,8 +58,9 @@ class Outcome:
 def errors_reported(outcome: Outcome, failures: Any = Exception) -> Iterator[None]:
     """Report an exception of the block, and turn it into an exit code.
 
-    A ConfigError, which the user can fix, gives a message and its own code. Any other exception
-    gives an error file (failures.py), the traceback, and code 2 if a retry would fail too, else 1.
+    A ConfigError, which the user can fix, gives a message and the error's exit code. Any other
+    exception gives an error file (failures.py), the traceback, and code 2 if a retry would fail
+    too, else 1.
     """
     try:
         yield
@@ -137,18 +138,19 @@ def one_at_a_time() -> Iterator[None]:
 FOR_DEVELOPERS = re.compile("(Deprecation|Future|Resource)Warning$")
 # The format of warnings.formatwarning: file, line, category, message, line of code.
 PYTHON_WARNING = re.compile(r"(.+?:\d+): (\w+): (.*?)(?:\n  [^\n]*)?\n", re.DOTALL)
-MAX_WARNING_LENGTH = 300  # characters on the screen
+MAX_WARNING_LENGTH = 300  # in characters, on the screen
 
 
 class Warned:
     """The warnings of Python and libraries in rank 0, counted once per line of code that warns.
 
-    Under the launcher, where stderr is a log file, the terminal shows each warning too, in a line.
+    Under the launcher, where stderr is a log file, the terminal shows a line for each warning too.
     Warnings for developers, such as those about deprecations, are only counted.
     """
 
     def __init__(self) -> None:
-        # a byte per hash of a line of code: 1 if that line has warned; shared with loader workers
+        # a byte for each hash of a line of code, 1 if that line has warned; shared with loader
+        # workers
         self.lines: Any = b""
 
     @property
@@ -210,10 +212,10 @@ def _is_from_project(record: logging.LogRecord) -> bool:
 
 
 def set_up_logging() -> None:
-    """Log all messages of rank 0; of other ranks only warnings and errors, with the rank.
+    """Log all messages of rank 0, and the warnings and errors of other ranks with their rank.
 
     Messages of libraries go to stderr. Under the launcher, stderr is the log file, and the terminal
-    shows warnings of rank 0 too, in a line each.
+    shows a line for each warning of rank 0 too.
     """
     rank = world()[1]
     prefix = f"[{process_name()}] %(levelname)s " if rank else ""

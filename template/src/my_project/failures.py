@@ -29,7 +29,7 @@ from .words import say, short_path
 FOLDER = "LAUNCH_ERRORS"  # the variable with the folder from which the launcher reads error files
 CONSEQUENCES = ("lost contact", "waiting")  # causes that follow from the failure of another rank
 OUT_OF_MEMORY = ("out of memory", "out of host memory")  # on the device; on the host
-LATE_SECONDS = 2.0  # more than the watchdog's interval of one second
+LATE_SECONDS = 2.0  # tolerance in `late`: more than the watchdog's interval of one second
 # A frame in the message of an exception that a loader worker has passed on.
 FRAME = re.compile(r'  File "(.+)", line (\d+), in (.+)(?:\n    (\S.*))?')
 WORKER_TRACEBACK = "Original Traceback (most recent call last):"
@@ -55,7 +55,7 @@ SENTENCES = {
     # gloo and NCCL
     "lost contact": re.compile("gloo/transport|Connection (closed|reset) by peer|NCCL"),
 }
-TYPES = {  # by name, since this module imports no torch
+TYPES = {  # causes by the name of the exception's type, since this module imports no torch
     "NotFiniteError": "not finite",
     "KeyboardInterrupt": "stopped",
     "MemoryError": "out of host memory",
@@ -63,7 +63,7 @@ TYPES = {  # by name, since this module imports no torch
     **dict.fromkeys(("DistStoreError", "DistNetworkError", "DistBackendError"), "lost contact"),
 }
 FULL_DISK = ("ENOSPC", "EDQUOT")
-PYTHON = ("<", os.path.dirname(os.__file__))  # prefixes of the names of Python's own files
+PYTHON = ("<", os.path.dirname(os.__file__))  # prefixes of the paths of Python's own files
 PACKAGE_FOLDER = os.path.dirname(__file__)
 INSTALLED = re.compile(r".*/(?:site|dist)-packages/([^/]+)")
 
@@ -110,7 +110,7 @@ class Failure:
     skipped_to: int | None = None
     num_items: float | None = None
     loss_is_finite: bool | None = None
-    source: Path | None = None  # the error file that it was read from; not written to the file
+    source: Path | None = None  # the error file that was read; not a field of that file
 
     def to_json(self) -> dict[str, Json]:
         """Return the content of the error file."""
@@ -128,7 +128,7 @@ class Failure:
 def first_failure(failures: list[Failure]) -> Failure | None:
     """Return the failure that most likely caused the others; None if there are none.
 
-    If all ranks skipped too many steps, prefer that of a rank whose own loss was not finite.
+    If all ranks skipped too many steps, prefer the failure of a rank whose own loss was not finite.
 
     Args:
         failures: the failures of one launch.
@@ -142,8 +142,8 @@ def first_failure(failures: list[Failure]) -> Failure | None:
 def late(failures: list[Failure]) -> list[Failure]:
     """Return the failures of ranks that went on after others had given up waiting for them.
 
-    Such a rank was suspended or cut off: it lost contact after more time without progress than its
-    watchdog allows, because the watchdog measures only the time in which the rank ran.
+    Such a rank was suspended or cut off. It lost contact after more time without progress than its
+    watchdog allows, because the watchdog measures only the time during which the rank ran.
     """
     waited = [failure.idle_seconds for failure in failures if failure.cause == "waiting"]
     limit = max(waited, default=float("inf")) + LATE_SECONDS
@@ -186,7 +186,7 @@ def own_frame(frames: Sequence[Frame]) -> Frame | None:
 
 
 def exception_reason(error: BaseException) -> str:
-    """Return an exception and its notes in one line: the original one if a loader worker failed."""
+    """Return an exception and its notes in one line; if a loader worker failed, its exception."""
     message = str(error)
     if WORKER_TRACEBACK in message:
         message = message.strip().splitlines()[-1].removeprefix(f"{type(error).__name__}: ")
@@ -212,7 +212,7 @@ def exception_cause(error: BaseException) -> str:
         return "loader worker"
     causes = (cause for cause, pattern in SENTENCES.items() if pattern.search(str(error)))
     cause = next(causes, "exception")
-    # torch raises a RuntimeError; a ConnectionError comes from the user's code
+    # when torch loses contact, it raises a RuntimeError; a ConnectionError is the user's
     is_users_error = cause == "lost contact" and not isinstance(error, RuntimeError)
     return "exception" if is_users_error else cause
 
@@ -252,7 +252,7 @@ def _is_semaphore_error(error: BaseException) -> bool:
 
 # ---- error files ---------------------------------------------------------------------------------
 def exception_failure(error: BaseException) -> Failure:
-    """Return an exception as a failure; the run adds what it knows (step, launch)."""
+    """Return an exception as a failure; run_folder.py adds the step and the start."""
     cause, reason = exception_cause(error), exception_reason(error)
     if cause in ("setting", "not finite"):
         reason = str(error)
@@ -333,7 +333,7 @@ def remove_old_errors(folder: Path, limit: int) -> None:
 
 
 def report_once(error: BaseException) -> Failure:
-    """Report an exception, unless the run has done so in more detail; return its failure."""
+    """Report an exception, unless the run has reported it in more detail; return its failure."""
     failure: Failure | None = getattr(error, "failure", None)
     if failure is None:
         failure = exception_failure(error)
@@ -350,7 +350,7 @@ def report(failure: Failure) -> None:
             write_atomically(path, json.dumps(failure.to_json()))
     if file := os.environ.get("TORCHELASTIC_ERROR_FILE"):
         # torchrun shows the py_callstack of the failure with the smallest timestamp, in whole
-        # seconds; that of a consequence is a minute later, so that it does not hide its cause
+        # seconds; a consequence gets a timestamp a minute later, so that it does not hide its cause
         shown = f"{failure.details}\n{failure.reason}"
         if failure.cause == "setting":
             shown = f"error: {failure.reason}"  # the user needs no traceback

@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 
 
 class ConfigError(ValueError):
-    """An error that the user can fix: value, limit and remedy. Shown without a traceback."""
+    """An error that the user can fix; it names value, limit and remedy, and shows no traceback."""
 
     exit_code = 2  # a retry would fail in the same way
 
@@ -45,8 +45,8 @@ class TransientError(ConfigError):
 
 
 # ---- untrusted files -----------------------------------------------------------------------------
-MAX_BYTES = 1 << 28  # of a file that is read whole
-MAX_YAML_BYTES = 1 << 22  # parsed in about a second
+MAX_BYTES = 1 << 28  # maximum size of a file that is read whole
+MAX_YAML_BYTES = 1 << 22  # a file of this size is parsed in about a second
 MAX_LINE_BYTES = 1 << 24
 
 
@@ -130,10 +130,10 @@ def from_object(kind: type[T], content: Json, *, is_strict: bool = True) -> T:
     Args:
         kind: the dataclass.
         content: the object, which may be damaged or untrusted.
-        is_strict: whether to refuse a field of a wrong type; otherwise it gets its default.
+        is_strict: refuse a value of a wrong type; otherwise its field gets the default.
 
     Raises:
-        TypeError: it is not an object, or lacks a field that has no default.
+        TypeError: the content is not an object, or lacks a field that has no default.
     """
     fields, values = {}, convert(content, dict)
     for name, hint in hints_of_fields(kind).items():
@@ -185,7 +185,7 @@ def unused_name(path: Path, suffix: str = "old") -> Path:
 
 
 def wait_until(condition: Callable[[], bool], seconds: float, poll_seconds: float = 0.2) -> bool:
-    """Wait until a condition is true; return False if it is not after this many seconds."""
+    """Wait until a condition is true; return False if it is still false after `seconds`."""
     deadline = time.monotonic() + seconds
     while not (is_true := condition()) and time.monotonic() < deadline:
         time.sleep(poll_seconds)
@@ -214,7 +214,7 @@ def temporary_folder() -> Path:
 
 
 SOCKET = "/pymp-12345678/listener-12345678"  # a path below the folder for temporary files
-SOCKET_BYTES = 103 if sys.platform == "darwin" else 107  # the maximum length of its path
+SOCKET_BYTES = 103 if sys.platform == "darwin" else 107  # the maximum length of a socket's path
 
 
 def check_temporary_folder(*, has_workers: bool) -> None:
@@ -222,7 +222,8 @@ def check_temporary_folder(*, has_workers: bool) -> None:
 
     Args:
         has_workers: whether loader workers will send tensors, for which multiprocessing makes
-            sockets there. If it cannot make them, the workers send nothing, and training hangs.
+            sockets in that folder. Without the sockets, the workers send nothing, and training
+            hangs.
 
     Raises:
         ConfigError: there is no such folder, or its path is too long.

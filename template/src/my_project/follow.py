@@ -1,11 +1,11 @@
 """Evaluate the checkpoints of a run beside its training, as they appear: `evaluate --follow`.
 
-It runs on another GPU, on the CPU, or on another host that sees the run folder. Each evaluation is
-a line of evaluations.jsonl (docs/run-folder.md). Nothing else in the run folder is written, and
-training never waits: the only lock is one on that file, and a checkpoint that training removes
-while it is read is skipped. Checkpoints without a line are evaluated, the oldest first, so the same
-command, run again, continues where it ended. It ends when the run has finished and no checkpoint is
-left.
+The command runs on another GPU, on the CPU, or on another host that sees the run folder. Each
+evaluation is a line of evaluations.jsonl (docs/run-folder.md). Nothing else in the run folder is
+written, and training never waits: the only lock is on evaluations.jsonl, and if training removes a
+checkpoint while it is read, the checkpoint is skipped. Checkpoints without a line are evaluated,
+the oldest first, so the same command, run again, continues where it ended. It ends when the run has
+finished and no checkpoint is left.
 """
 
 import argparse
@@ -40,7 +40,7 @@ from .run_files import checkpoints, local_folder, parse_record, read_info, read_
 
 logger = logging.getLogger(__name__)
 POLL_SECONDS = 2.0
-Version = tuple[str, int, int]  # of a checkpoint's folder, see read_version
+Version = tuple[str, int, int]  # identifies the content of a checkpoint's folder (read_version)
 
 
 def follow_run(arguments: argparse.Namespace, output: TextIO | None = None) -> int:
@@ -85,7 +85,7 @@ class Checkpoint:
 
     folder: Path
     step: int
-    weights: str  # a hash of its files' hashes, which differs if a step is trained again
+    weights: str  # a hash of the files' hashes, which differs if the step is trained again
     version: Version
 
 
@@ -125,7 +125,7 @@ def load_together(accelerator: Accelerator, checkpoint: Checkpoint, model: nn.Mo
     """Load a checkpoint on every rank; return why it cannot be evaluated, "" if it can.
 
     Raises:
-        ConfigError: it is intact, but does not fit the model.
+        ConfigError: the checkpoint is intact, but does not fit the model.
     """
     if problem := find_damage_together(accelerator, checkpoint.folder):
         return problem
@@ -138,7 +138,7 @@ def load_together(accelerator: Accelerator, checkpoint: Checkpoint, model: nn.Mo
 
     def judge() -> str:
         current, problem = read_checkpoint(checkpoint.folder), next(filter(None, problems), "")
-        if current and current.weights != checkpoint.weights:  # ranks may have read different ones
+        if current and current.weights != checkpoint.weights:  # ranks may have read either
             return "it was saved again"
         if current and problem:
             raise ConfigError(problem)
@@ -155,9 +155,9 @@ class Evaluations:
     given: str  # a path or a URL
     run: Path
     config: Config
-    done: set[str] = field(default_factory=set)  # Checkpoint.weights of evaluated ones
-    fetched: set[str] = field(default_factory=set)  # Checkpoint.weights, also of damaged ones
-    settled: set[Version] = field(default_factory=set)  # of checkpoints not to be read again
+    done: set[str] = field(default_factory=set)  # Checkpoint.weights of evaluated checkpoints
+    fetched: set[str] = field(default_factory=set)  # the same of fetched ones, even if damaged
+    settled: set[Version] = field(default_factory=set)  # checkpoints that need not be read again
     file: IO[bytes] = field(init=False)  # only on rank 0
 
     @property
@@ -166,7 +166,7 @@ class Evaluations:
         return self.run / "evaluations.jsonl"
 
     def __enter__(self) -> "Evaluations":
-        """Lock and read the file, and drop a last line that a kill has cut off.
+        """Lock and read the file; if a kill has cut off its last line, drop that line.
 
         The file stays open: if `--resume never` moves it and its run aside, lines for that run
         are still appended to it.

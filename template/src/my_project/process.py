@@ -102,9 +102,9 @@ def garbage_collected_at_records() -> Iterator[None]:
 
     A rank that pauses delays all ranks. So objects that exist now are not examined again (a full
     collection would take a tenth of a second), and records/recorder.py collects after the same step
-    on all ranks. In between, Python starts a collection only when the number of objects created,
-    minus those freed, exceeds GARBAGE_OBJECTS. This limits the reference cycles that steps leave if
-    records are rare.
+    on all ranks. Between records, Python starts a collection only when the number of objects
+    created, minus the number freed, exceeds GARBAGE_OBJECTS. If records are rare, this limits the
+    reference cycles that steps leave.
     """
     limits = gc.get_threshold()
     gc.collect()
@@ -154,7 +154,7 @@ def say_that_it_imports() -> None:
 
 
 class _DroppingFile(io.FileIO):
-    """A file that drops what cannot be written: its reader may be gone, or its disk full."""
+    """A file that drops data that cannot be written: its reader may be gone, or its disk full."""
 
     def write(self, data: Any) -> int:
         left = memoryview(data).cast("B")
@@ -165,11 +165,11 @@ class _DroppingFile(io.FileIO):
 
 
 def never_fail_to_print() -> None:
-    """Keep print from raising an error, even if its reader is gone or its encoding is ASCII."""
+    """Keep print from raising an error if the reader is gone or the encoding is ASCII."""
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
         if type(stream) is io.TextIOWrapper:  # a test or a notebook may have replaced it
-            # unbuffered: a buffer whose writing a signal interrupts would be written twice
+            # unbuffered: if a signal interrupted the writing of a buffer, it would be written twice
             raw = _DroppingFile(stream.fileno(), "w", closefd=False)
             text = io.TextIOWrapper(raw, stream.encoding, "backslashreplace", line_buffering=True)
             setattr(sys, name, text)
@@ -202,9 +202,9 @@ class CopiedStream:
 def write_logs() -> None:
     """Write the output of this process to its own log file, if it runs under the launcher.
 
-    The terminal shows only what rank 0 prints, and a line for each of its warnings (exits.Warned).
-    The stderr of rank 0 and all output of the other ranks go to their log files only; what C code
-    of rank 0 writes to stdout (NCCL_DEBUG) goes to the terminal only.
+    The terminal shows only what rank 0 prints, and a line for each warning of rank 0
+    (exits.Warned). The stderr of rank 0 and all output of the other ranks go to their log files
+    only; what C code of rank 0 writes to stdout (NCCL_DEBUG) goes to the terminal only.
     """
     folder = os.environ.get(LOGS)
     if not folder:
@@ -221,7 +221,7 @@ def write_logs() -> None:
     else:
         sys.stdout.flush()
         os.dup2(file.fileno(), 1)
-        if isinstance(sys.stdout, io.TextIOWrapper):  # by line, since os._exit flushes nothing
+        if isinstance(sys.stdout, io.TextIOWrapper):  # line by line, since os._exit flushes nothing
             sys.stdout.reconfigure(line_buffering=True)
 
 
@@ -245,7 +245,7 @@ def stderr_on_terminal() -> Iterator[None]:
 POLL_SECONDS = 1.0
 STOP_SIGNALS = {signal.SIGTERM, signal.SIGINT, signal.SIGUSR1}
 # How long a process that gets a stop signal during startup may take to reach the loop, which saves.
-# It may never get there: a collective with a rank that has exited does not return.
+# It may never reach the loop: a collective with a rank that has exited does not return.
 REACH_LOOP_SECONDS = 30.0
 SET_BY_LAUNCHERS = ("ACCELERATE_MIXED_PRECISION", "TORCHELASTIC_RUN_ID")  # accelerate, torchrun
 
@@ -270,7 +270,7 @@ class Launcher:
         """Exit this process when the launcher has ended, or when a stop signal has no effect.
 
         Args:
-            pid: the launcher's, which may have ended already; by default, that of the parent.
+            pid: the pid of the launcher, which may have ended already; by default, the parent's.
         """
         if self.pid is None and any(name in os.environ for name in SET_BY_LAUNCHERS):
             self.pid = pid or os.getppid()

@@ -1,9 +1,9 @@
 """Record the code, packages and command of a run, and keep the code that each start ran.
 
     starts/<launch>/           for a start whose code differs from that of earlier ones
-      start.json               Kept
+      start.json               the fields of Kept, below
       code.patch               changes since the commit, and untracked files, for `git apply`
-      sources.zip              code that git does not contain; without git, all of it
+      sources.zip              code that git does not contain; without git, all code
       requirements.txt         the imported distributions, for pip
       same_code.txt            later starts that ran the same code, one per line
 
@@ -67,7 +67,7 @@ class Origin:
     run: str = ""
     start: str = ""  # the folder in starts/ that contains the code; "" if it was not kept
     commit: str | None = None
-    code: str = ""  # modules_digest
+    code: str = ""  # the result of modules_digest
     packages: dict[str, str] = field(default_factory=dict)  # imported distributions
     config: str = ""  # the settings, as in config.yaml
 
@@ -76,7 +76,7 @@ class Origin:
 class Kept:
     """The content of start.json."""
 
-    code: str  # modules_digest
+    code: str  # the result of modules_digest
     package: str = PACKAGE
     python: str = platform.python_version()
     packages: dict[str, str] = field(default_factory=dict)  # imported distributions
@@ -85,7 +85,7 @@ class Kept:
     remote: str = ""  # the URL of the remote
     folder: str = "."  # the start's current folder, relative to the repository
     search_path: tuple[str, ...] = (".",)  # folders where imports begin, relative to the repository
-    submodules: dict[str, str] = field(default_factory=dict)  # commits by folder
+    submodules: dict[str, str] = field(default_factory=dict)  # the commit of each, by folder
     files: dict[str, str] = field(default_factory=dict)  # SHA-256 of code.patch and sources.zip
     masked: tuple[str, ...] = ()  # files in which a secret was masked
     not_kept: str = ""  # what is missing, and why
@@ -146,7 +146,7 @@ def provenance(source: str | None = None) -> dict[str, Any]:
     """Return what is needed to reproduce the run, without secrets.
 
     Args:
-        source: the recipe's file; git is asked about the repository that it is in.
+        source: the recipe's file; git is asked about the repository that contains the file.
     """
     folder = Path(source or __file__).resolve().parent
     # git ignores an installed package in an environment inside another project's repository
@@ -223,7 +223,7 @@ def keep_code(run_folder: Path, config: Config, run: str, start: str) -> Origin:
         kept, contents = code_that_runs(config, kept)
         contents["requirements.txt"] = requirements(imported).encode()
         name = _write(starts, kept, contents, start)
-    except OSError as error:  # the run goes on without the folder
+    except OSError as error:  # the run goes on without a folder in starts/
         kept, name = replace(kept, not_kept=f"it could not be written: {error}"), ""
     if kept.not_kept:
         logger.warning("not all code of this start is kept: %s", mask(kept.not_kept))
@@ -309,7 +309,8 @@ def _in_git(kept: Kept, top: Path, sources: dict[Path, str]) -> Kept:
     Args:
         kept: what is known of the start so far.
         top: the repository's top folder.
-        sources: the result of _sources; each .py path without its name is on the search path.
+        sources: the result of _sources; a .py path without its name in sources.zip is a folder on
+            the search path.
     """
     here = Path.cwd().resolve()
     roots = {Path(str(p).removesuffix(name)) for p, name in sources.items() if p.suffix == ".py"}
@@ -372,10 +373,10 @@ def _changes(top: Path, sources: Iterable[Path]) -> tuple[str, set[Path], str]:
 def masked_patch(patch: str) -> tuple[str, set[str], list[str]]:
     """Mask secrets in the lines that a patch adds.
 
-    A patch in which a line of the commit is masked would not apply, so such a file is left out.
+    If a line of the commit were masked, the patch would not apply, so such a file is left out.
 
     Returns:
-        The patch, the files in which a secret was masked, and those that were left out.
+        The patch, the files in which a secret was masked, and the files that were left out.
     """
     parts, masked, left_out = [], set[str](), []
     for part in re.split(r"(?m)^(?=diff --git )", patch):
@@ -434,7 +435,7 @@ def imported_distributions() -> dict[str, tuple[str, Distribution]]:
     modules = {dist: top_modules(dist) for dist in distributions()}
     used = [dist for dist, tops in modules.items() if tops & imported and own not in tops]
     parsed = [(dist.metadata, dist) for dist in reversed(used)]  # each access would parse again
-    # if two have the same name, Python imports the first
+    # if two distributions have the same name, Python imports the first
     return dict(sorted({data["Name"]: (data["Version"], dist) for data, dist in parsed}.items()))
 
 

@@ -20,7 +20,7 @@ def on_main_then_broadcast(accelerator: Accelerator, function: Callable[[], T]) 
     """Call a function on rank 0 only, and return its result on every rank.
 
     Raises:
-        ConfigError: the function raised it on rank 0; every rank then raises it, with its type.
+        ConfigError: the function raised it on rank 0; every rank then raises the same error.
     """
     outcome: list[Any] = [None, None]
     if accelerator.is_main_process:

@@ -28,16 +28,16 @@ from .files import (
     write_atomically,
 )
 
-RUN_FORMAT = 1  # of a run folder, in run.json; docs/run-folder.md explains it
+RUN_FORMAT = 1  # the format of a run folder, recorded in run.json (docs/run-folder.md)
 BLOCK_BYTES = 1 << 16  # size of one read from the end of a file
 ENDED = ("finished", "preempted")  # the outcomes after which no step has to be done again
 Numerics: TypeAlias = dict[str, str | bool | int | None]  # see accelerator.numerics
-MAX_STEP = 2**53  # exact as a float
+MAX_STEP = 2**53  # a float represents every smaller step exactly
 
 
 @dataclass(frozen=True, kw_only=True)
 class Status:
-    """The content of status.json; a field of a wrong type gets its default."""
+    """The content of status.json; a field whose value has a wrong type gets its default."""
 
     outcome: str = ""
     step: int = 0
@@ -63,7 +63,7 @@ class Status:
 
     @property
     def is_damaged(self) -> bool:
-        """Return whether status.json is missing or damaged: each status has an outcome."""
+        """Return whether status.json is missing or damaged: an intact one has an outcome."""
         return not self.outcome
 
     @property
@@ -75,7 +75,7 @@ class Status:
 
 @dataclass(frozen=True, kw_only=True)
 class RunInfo:
-    """The content of run.json; a field of a wrong type gets its default."""
+    """The content of run.json; a field whose value has a wrong type gets its default."""
 
     format: int = 0
     run: str = ""
@@ -84,7 +84,7 @@ class RunInfo:
     hosts: tuple[str, ...] = ()
     numerics: Numerics = field(default_factory=dict)
     lengths: dict[str, int] = field(default_factory=dict)
-    fixed_settings: tuple[str, ...] | None = None  # those that were not at their defaults
+    fixed_settings: tuple[str, ...] | None = None  # names of those not at their defaults
     recipe_sha256: str | None = None
     command: tuple[str, ...] = ()
     launcher: tuple[str, ...] = ()
@@ -98,20 +98,20 @@ class RunInfo:
 
     @property
     def is_damaged(self) -> bool:
-        """Return whether run.json is missing or damaged: each start writes its token there."""
+        """Return whether run.json is missing or damaged: an intact one has a start's token."""
         return not self.launch
 
 
 @dataclass(frozen=True, kw_only=True)
 class Record:
-    """A line of metrics.jsonl or evaluations.jsonl; one that is damaged has no step."""
+    """A line of metrics.jsonl or evaluations.jsonl; a damaged line gives a negative step."""
 
     kind: str = ""
-    step: int = -1  # steps done
-    epoch: float | None = None  # a stream has none
+    step: int = -1  # the number of steps done
+    epoch: float | None = None  # None: a stream, which has no epochs
     elapsed_seconds: float = 0.0  # over all starts
     time: float = 0.0  # seconds since 1970
-    values: Mapping[str, Json] = field(default_factory=dict)  # by name, those of its kind
+    values: Mapping[str, Json] = field(default_factory=dict)  # by name; the kind decides which
 
     def to_json(self) -> dict[str, Json]:
         """Return the content of the line."""
@@ -125,24 +125,24 @@ class Record:
         return self.step < 0
 
     def number(self, name: str, default: float = math.nan) -> float:
-        """Return one of the values; the default if it is no number, as null (not finite)."""
+        """Return a value by name; the default if it is not a number (null: it was not finite)."""
         value = self.values.get(name)
         return value if is_number(value) else default
 
     def texts(self, name: str) -> list[str]:
-        """Return a list of texts among the values; [] if it is missing or no list."""
+        """Return a value that is a list of texts; [] if it is missing or not a list."""
         value = self.values.get(name)
         return [*map(str, value)] if isinstance(value, list) else []
 
     def text(self, name: str) -> str:
-        """Return one of the values; "" if it is missing or no text."""
+        """Return a value by name; "" if it is missing or not a text."""
         value = self.values.get(name)
         return value if isinstance(value, str) else ""
 
 
 @dataclass(frozen=True, kw_only=True)
 class StartLine:
-    """A line of starts.jsonl, which says what is known when a start begins, or when it ends."""
+    """A line of starts.jsonl: what is known when a start begins, or when it ends."""
 
     event: str
     id: str
@@ -160,10 +160,10 @@ class StartLine:
 
 def local_folder(path: str) -> Path:
     """Return the folder that a command was given; for a URL, a local copy of that folder."""
-    if "://" in path:  # of a mirror
+    if "://" in path:  # the URL of a run in a mirror
         from .mirror.download import local_copy
 
-        return local_copy(path)  # from a mirror
+        return local_copy(path)
     return Path(path)
 
 
@@ -208,9 +208,9 @@ def lock_path(folder: Path) -> Path:
 
 
 def each_record(path: Path, kind: str = "") -> Iterator[Record]:
-    """Yield the records of a metrics.jsonl, and damaged ones, reading line by line.
+    """Yield the records of a metrics.jsonl, including damaged records, reading line by line.
 
-    A last line that was cut off by a kill is skipped.
+    If a kill cut off the last line, that line is skipped.
 
     Args:
         path: the file.
@@ -229,8 +229,8 @@ def each_record(path: Path, kind: str = "") -> Iterator[Record]:
 def each_record_backward(path: Path) -> Iterator[tuple[int, bytes, Record]]:
     """Yield the records of a metrics.jsonl as each_record does, but the last one first.
 
-    A run may have a million records, and a start needs few. Each record comes with the position and
-    the bytes of its line.
+    A run may have a million records, and a start needs few of them. Each record comes after the
+    position and the bytes of its line.
     """
     with open_own(path) as file:
         begin = size = file.seek(0, os.SEEK_END)
@@ -243,7 +243,7 @@ def each_record_backward(path: Path) -> Iterator[tuple[int, bytes, Record]]:
             if not begin:
                 rest, lines = b"", [rest, *lines]
             if len(rest) > MAX_LINE_BYTES:
-                begin, rest, lines = 0, b"", [b""]  # damaged; earlier lines are not read
+                begin, rest, lines = 0, b"", [b""]  # a damaged line; stop reading here
             start = begin + len(rest) + sum(map(len, lines))
             for line in reversed(lines):
                 start -= len(line)
@@ -272,7 +272,7 @@ def parse_record(line: bytes) -> Record:
 
 
 def flat(settings: Mapping[str, Json], prefix: str = "") -> dict[str, Json]:
-    """Return settings by dotted name; the recipe's as on the command line, such as recipe.width."""
+    """Return settings by dotted name, a recipe's as on the command line, such as recipe.width."""
     named: dict[str, Json] = {}
     for key, value in settings.items():
         name = f"{prefix}{key}"  # an untrusted key may be a number
@@ -287,7 +287,7 @@ def flat(settings: Mapping[str, Json], prefix: str = "") -> dict[str, Json]:
 
 
 def checkpoint_step(folder: Path) -> int:
-    """Return the step in a checkpoint's name; -1 for another name."""
+    """Return the step in a checkpoint's name; -1 for any other name."""
     match = re.fullmatch(r"step_(\d{8,})", folder.name)
     return int(match[1]) if match else -1
 
@@ -339,7 +339,7 @@ def lines(folder: Path) -> list[StartLine]:
 
 
 def last_record(folder: Path) -> Record:
-    """Return the last record of metrics.jsonl; without one, a record of step 0."""
+    """Return the last record of metrics.jsonl; if there is none, a record of step 0."""
     with suppress(OSError):  # there are none yet, or the storage is gone
         for _, _, record in each_record_backward(folder / "metrics.jsonl"):
             if not record.is_damaged:
@@ -356,9 +356,9 @@ def records(folder: Path, kind: str = "") -> Iterator[Record]:
 
 
 def each_start(folder: Path) -> list[tuple[StartLine, StartLine | None]]:
-    """Return the lines of each start in starts.jsonl, by time.
+    """Return the two lines of each start in starts.jsonl, by time.
 
-    There is no second one while it is under way, or if its launcher was killed.
+    The second line is None while the start is under way, or if its launcher was killed.
     """
     starts: dict[str, tuple[StartLine, StartLine | None]] = {}
     for line in lines(folder):

@@ -55,29 +55,29 @@ class Run:
         self.folder = config.folder
         self.config = config
         self.rank = rank
-        self.total_steps = 0  # until the data is known
+        self.total_steps = 0  # 0 until the data is known
         self.step = 0  # steps done, for failure reports
         self.progress_time: float | None = None  # when progress was last noted
-        self.is_stepping = False  # whether a step ended then, so that the next one is due soon
-        self.is_loss_a_sum = True  # over micro-batches, as far as checks/recipe.py knows
+        self.is_stepping = False  # that progress was a step, so the next step is due soon
+        self.is_loss_a_sum = True  # False once checks/recipe.py finds that it is not
         self.first_step_time: float | None = None  # when the first step of this start ended
-        self.from_step: int | None = None  # the number of steps done before that one
+        self.from_step: int | None = None  # the number of steps done before that first step
         self.id = uuid.uuid4().hex[:8]  # the run's ID, for trackers; set by its first launch
-        # identifies this attempt of a launch; set by begin() or sees(); "launch" in run.json
+        # identifies this start; set by begin() or sees(); the field "launch" in run.json
         self.token = ""
-        self.hosts: list[str] = []  # by rank
+        self.hosts: list[str] = []  # the host of each rank
         self.is_shared = True  # whether all nodes share the folder; if not, each has its own
-        self.provenance = Origin()  # of this launch, on rank 0
-        self.numerics: run_files.Numerics = {}  # of this launch
-        self.notes: list[tuple[str, dict[str, files.Json]]] = []  # for records: kind and values
+        self.provenance = Origin()  # the code of this start; set on rank 0 only
+        self.numerics: run_files.Numerics = {}  # accelerator.numerics() of this start
+        self.notes: list[tuple[str, dict[str, files.Json]]] = []  # to record: (kind, values)
         self.began = time.monotonic()
         self.warned_before = WARNED.count  # warnings in earlier runs of this process
-        self.paused_seconds = 0.0  # spent in evaluations and saves of this start
-        self.lengths: dict[str, int] = {}  # of the datasets
-        self.trackers: dict[str, str] = {}  # where each shows the run
+        self.paused_seconds = 0.0  # time that this start spent in evaluations and saves
+        self.lengths: dict[str, int] = {}  # the length of each dataset
+        self.trackers: dict[str, str] = {}  # where each tracker shows the run
         self.lock: IO[bytes] | None = None
-        self.resumed_from: str | None = None  # the --resume path at which this run began
-        self.continued_from: str | None = None  # the checkpoint at which this start began
+        self.resumed_from: str | None = None  # the --resume path from which this run began
+        self.continued_from: str | None = None  # the checkpoint that this start continued
         if rank == 0:
             with files.writing(self.folder):
                 self.lock = self._lock()
@@ -97,7 +97,7 @@ class Run:
         patience: int | None = None,
         failure: Failure | None = None,
     ) -> None:
-        """Record the outcome; called by rank 0, or by a failing rank.
+        """Write the outcome to status.json; called by rank 0, or by a rank that fails.
 
         Nothing is written once another launch has begun the run.
         """
@@ -162,7 +162,7 @@ class Run:
 
     @property
     def finished(self) -> bool:
-        """Return whether the run has finished; raising the steps or the patience extends it."""
+        """Return whether the run has finished; raising steps or patience makes it unfinished."""
         status, patience = self.status(), self.config.evaluation.patience
         if status.outcome != "finished" or status.result is None:
             return False
@@ -239,8 +239,9 @@ class Run:
         self.token = token
         seconds = 20.0
         if self.rank and self.config.checkpoints.mirror:  # on rank 0, is_locked would free the lock
-            # if locks work, rank 0's folder is locked, so an unlocked folder is on another disk
-            seconds = 1.0 if run_files.is_locked(self.folder) is False else 20.0  # with a mirror
+            # where locks work, rank 0 holds one; a folder without a lock is on another disk, which
+            # a mirror allows
+            seconds = 1.0 if run_files.is_locked(self.folder) is False else 20.0
         return files.wait_until(lambda: run_files.read_info(self.folder).launch == token, seconds)
 
     def __del__(self) -> None:
@@ -276,11 +277,11 @@ class Run:
     def check_lock(self) -> None:
         """Refuse to continue if this launch has lost the run folder.
 
-        It is lost if the folder was moved or removed with its lock, or if there are no locks and
-        another launch has begun the run.
+        The folder is lost if it was moved or removed with its lock, or if its storage has no file
+        locks and another launch has begun the run.
 
         Raises:
-            TransientError: it was lost; the folder that is there now may be another launch's.
+            TransientError: the folder is lost; a folder of that name may now be another launch's.
         """
         try:
             path = run_files.lock_path(self.folder)
@@ -303,9 +304,9 @@ class Run:
         """Move the contents of the folder aside, except the lock and the logs of this launch.
 
         The order ensures that a kill never leaves a partial run that looks whole: first the
-        outcome; then the records, which a start without these checkpoints would drop; then what a
-        start would continue from. run.json is moved last: while it is there, the next attempt of
-        this launch knows that it must move the rest.
+        outcome; then the records, since a start that finds no checkpoints would drop them; then the
+        checkpoints and the export, from which a start would continue. run.json is moved last: while
+        it is in the folder, the next attempt of this launch knows that it must move the rest.
         """
         names = {*os.listdir(self.folder)} - {"logs", ".lock"}
         if names <= {"config.yaml", "status.json"}:  # from an earlier begin() that was killed
@@ -331,8 +332,8 @@ def starts_over_now(config: Config) -> bool:
 def refuse_other_settings(config: Config) -> None:
     """Refuse a run folder if settings that affect its training curve differ from the config's.
 
-    A saved setting that no class has anymore is ignored if it was allowed to change between starts,
-    or had its default.
+    A saved setting that no longer exists is ignored if it was allowed to change between starts, or
+    was at its default.
     """
     path = config.folder / "config.yaml"
     is_begun = run_files.checkpoints(config.folder) or (config.folder / "export").exists()
@@ -342,7 +343,7 @@ def refuse_other_settings(config: Config) -> None:
     now = fixed_settings(config)
     used = run_files.read_info(config.folder).fixed_settings
     if used is not None:
-        # no class has this setting anymore: its module was deleted, or the recipe changed
+        # a setting no longer exists if its module was deleted, or the recipe changed
         for name in before.keys() - now.keys():
             if not any(f"{other}.".startswith(f"{name}.") for other in used):
                 del before[name]
@@ -363,7 +364,7 @@ def refuse_other_format(folder: Path) -> None:
     for newest in run_files.checkpoints(folder)[-1:]:
         try:
             manifests.read_manifest(newest)
-        except (ValueError, OSError) as error:  # resuming.choose skips a damaged one
+        except (ValueError, OSError) as error:  # resuming.choose skips a damaged checkpoint
             if isinstance(error, files.FormatError):
                 raise
 
@@ -400,7 +401,7 @@ def failures_recorded(run: Run) -> Iterator[None]:
             )
         failure = failures.exception_failure(error)
         if run.step and failure.cause == "exception":
-            # what worked for some steps, even in an earlier start, may work again
+            # a run that has done steps, even in an earlier start, may work again
             failure = replace(failure, exit_code=1)
         failure = run.record_error(failure)
         setattr(error, "failure", failure)  # noqa: B010 - see failures.report_once
@@ -419,5 +420,5 @@ def ignore_ended_workers() -> None:
             if threading.current_thread() is threading.main_thread():
                 signal.signal(signal.SIGCHLD, signal.SIG_DFL)
             return
-        except RuntimeError:  # from that handler: the signal came just now
+        except RuntimeError:  # raised by torch's handler: the signal came just now
             continue

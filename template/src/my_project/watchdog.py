@@ -37,12 +37,13 @@ WAITING_FILES = tuple(
 class LastResort:
     """End this process if C code holds Python's lock (the GIL), so that the watchdog cannot run.
 
-    A kernel timer sends SIGVTALRM twice, unless the timer is set again before. The first signal
-    only removes its own handler (System V semantics); the second finds no handler and ends the
-    process. While a process is suspended (Ctrl-Z, a scheduler), the kernel keeps only one signal,
-    so a suspension never ends the process. Stacks are written shortly before the end, to a file in
-    the log folder or else to stderr; after a suspension they are written too, and removed from the
-    file again. Without glibc, faulthandler ends the process, and suspended time counts too.
+    A kernel timer sends SIGVTALRM twice, unless the timer is set again before that. The first
+    signal only removes the signal's handler (System V semantics); the second finds no handler and
+    ends the process. While a process is suspended (Ctrl-Z, a scheduler), the kernel keeps only one
+    signal, so a suspension never ends the process. Shortly before the end, stacks are written to a
+    file in the log folder or, without one, to stderr. A suspension may cause them to be written
+    too; they are then removed from the file again. Without glibc, faulthandler ends the process,
+    and suspended time counts too.
     """
 
     def __init__(self, rank: int) -> None:
@@ -57,7 +58,7 @@ class LastResort:
             self.stacks = stacks_file(os.environ[LOGS], rank).open("ab")
 
     def set(self, seconds: float) -> None:
-        """End this process after this many seconds, not counting time in which it is suspended."""
+        """End this process after `seconds`, not counting time during which it is suspended."""
         if time.monotonic() > self.dumps_at and self.stacks != 2:
             self.stacks.truncate(0)
         self.dumps_at = time.monotonic() + 0.9 * seconds

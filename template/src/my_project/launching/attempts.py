@@ -37,10 +37,10 @@ from ..run_files import (
 )
 
 CAUSES = ("lost contact", "lost node", "device error")
-HOST_CAUSES = ("lost node", "device error")  # a scheduler can avoid them by leaving out the host
-# How long the launcher waits for the other processes once one has failed.
-REPORT_SECONDS = 5.0  # if a signal ended it and no restart follows: the others may report why
-EXIT_SECONDS = 1.0  # if it has exited, and so has reported why
+HOST_CAUSES = ("lost node", "device error")  # a scheduler avoids these by leaving out the host
+# How long the launcher waits for the other processes after a process has failed.
+REPORT_SECONDS = 5.0  # if a signal ended that process and no restart follows: others may report why
+EXIT_SECONDS = 1.0  # if that process has exited, and so has reported why
 SAVE_SECONDS = 10.0  # if a checkpoint is being written
 STUCK_LAUNCHES = 3  # after this many launches without a newer checkpoint, the scheduler gives up
 
@@ -62,14 +62,16 @@ class Starts:
     """The starts of one launch on this node."""
 
     folder: Path
-    limit: int  # how many restarts in place may follow each other without a new step
+    limit: int  # the maximum number of consecutive restarts in place without a new step
     about: dict[str, Any] | None = None  # fields for starts.jsonl; None: another node writes it
     count: int = 0  # the number of restarts so far
     launch: str = field(default_factory=lambda: uuid.uuid4().hex[:12])
     _began: float = field(
         default_factory=lambda: float(os.environ.get("LAUNCH_TIME") or time.time())
     )
-    _lines: list[dict[str, Any]] = field(default_factory=list)  # of starts.jsonl, not written yet
+    _lines: list[dict[str, Any]] = field(
+        default_factory=list
+    )  # lines of starts.jsonl that are not written yet
     _stuck_restarts: int = 0  # restarts since the last new step
     _saved_step: int = 0  # the step of the newest checkpoint
     _reported_step: int = 0  # the newest step in an error file
@@ -112,7 +114,7 @@ class Starts:
         """Return whether the processes that are still running can be killed.
 
         Args:
-            codes: exit codes by rank; None: still running.
+            codes: exit codes by rank; None: the process is still running.
             seconds: time since the first failure, here or on another node; negative: no failure.
         """
         if self._lines and self.has_begun:
@@ -150,8 +152,8 @@ class Starts:
         may_succeed = first.cause in causes if first else others_failed
         if not may_succeed and not any(code < 0 for code in codes.values()):
             return "the error would repeat"
-        # saved steps are compared only with saved steps, reported ones only with reported ones:
-        # most failures leave no report, so the first report does not show progress
+        # do not compare a reported step with a saved step: most failures leave no report, so the
+        # first report does not show progress
         saved_step = newest_checkpoint(self.folder) or 0
         reported_step = max((failure.step or 0 for failure in failures), default=0)
         if saved_step > self._saved_step or 0 < self._reported_step < reported_step:
@@ -169,9 +171,9 @@ class Starts:
 
     # ---- starts.jsonl ----------------------------------------------------------------------------
     def begin(self) -> None:
-        """Prepare the line of a start, which is written once the start has begun the run.
+        """Prepare the first line of a start, which is written once the start has begun the run.
 
-        Until then, the old run folder may still be in place (--resume never).
+        Until then, the folder may still contain the run that --resume never moves aside.
         """
         if self.about:
             line = {"event": "start", "id": self.id, "launch": self.launch, "attempt": self.count}
@@ -179,7 +181,7 @@ class Starts:
             self._lines.append(line | self.about)
 
     def end(self, codes: Mapping[int, int], failures: list[Failure], stop: str) -> None:
-        """Prepare the line about the end of the current start; write it if the run has begun.
+        """Prepare the line about the end of this start; write it if this start has begun the run.
 
         Args:
             codes: exit codes of the processes that ended by themselves, by rank.
@@ -210,7 +212,7 @@ class Starts:
 
     def write(self) -> None:
         """Append the lines that have not been written."""
-        if append(self.folder, self._lines):  # on a full disk they are written later
+        if append(self.folder, self._lines):  # on a full disk, a later call writes them
             self._lines = []
 
 
@@ -262,9 +264,9 @@ def progress(folder: Path, began: float, status: Status, steps: list[int]) -> di
 
 
 def missing_end(folder: Path) -> list[dict[str, Any]]:
-    """Return an end line for the last start if its launcher was killed; [] otherwise.
+    """Return a list with an end line for the last start if its launcher was killed; else [].
 
-    The next launcher writes it before its processes delete the records of steps that they repeat.
+    The next launcher writes this line before its processes delete records of steps they repeat.
     """
     for start in lines(folder)[-1:]:
         if start.event == "start":
@@ -279,8 +281,8 @@ def missing_end(folder: Path) -> list[dict[str, Any]]:
 def steps_at_launches(folder: Path) -> list[int]:
     """Return the step of the newest checkpoint when each launch so far began, and now, in order.
 
-    -1 stands for no checkpoint. Call this when a launch begins, so that all its nodes read the
-    same.
+    -1 stands for no checkpoint. Call this when a launch begins, so that all its nodes read the same
+    steps.
     """
     steps: dict[str, int | None] = {}
     for begin, _ in each_start(folder):
@@ -289,11 +291,11 @@ def steps_at_launches(folder: Path) -> list[int]:
 
 
 def requeue(folder: Path, steps: list[int], code: int) -> tuple[int, str]:
-    """Return the exit code for a scheduler that restarts a run only after 75, and the reason.
+    """Return the exit code for a scheduler that restarts runs only after code 75, and the reason.
 
     Args:
         folder: the run folder.
-        steps: steps_at_launches() when this launch began.
+        steps: the result of steps_at_launches() when this launch began.
         code: the exit code of this launch.
     """
     if code not in (1, PREEMPTED):

@@ -369,7 +369,7 @@ def variables(options: argparse.Namespace, port: int) -> dict[str, str]:
     """Return the environment variables of all processes, as accelerate sets them."""
     from accelerate.utils.launch import prepare_multi_gpu_env, prepare_simple_launcher_cmd_env
 
-    # a copy, since accelerate changes the options
+    # a copy, because accelerate changes the options that it is given
     options = argparse.Namespace(**vars(options) | {"main_process_port": port})
     if is_single(options):
         return prepare_simple_launcher_cmd_env(options)[1]
@@ -417,7 +417,7 @@ def _parser() -> argparse.ArgumentParser:
     }
     for name, (default, help_text) in options.items():
         parser.add_argument(f"--{name}", type=type(default), default=default, help=help_text)
-    text = "exit with 75 after an error if this launch saved, with 1 after 3 that did not"
+    text = "exit with 75 after an error if this launch saved; with 1 after 3 launches that did not"
     parser.add_argument("--requeue", action="store_true", help=text)
     return parser
 
@@ -426,9 +426,9 @@ def _parser() -> argparse.ArgumentParser:
 def prepare_environment() -> None:
     """Set environment variables that imports read; remove those of a scheduler and of accelerate.
 
-    The accelerate config sets most variables of accelerate again; the others would shard or compile
-    a model although the config does not say so. From here on, print raises no error when the reader
-    of the output is gone.
+    The accelerate config sets most of accelerate's variables again; the others would shard or
+    compile a model although the config does not say so. From here on, print raises no error when
+    the reader of the output is gone.
 
     Raises:
         ConfigError: there is no folder for temporary files, and an import may need one.
@@ -481,9 +481,9 @@ def meet_other_nodes(
         launch: the settings.
         others: the other launchers, nodes.OtherNodes.
         seconds: how long to wait.
-        start: Starts.id; "" for the first start of a launch.
+        start: Starts.id of the next start; "" for the first start of a launch.
         has_saved: the run has saved, and goes on only if the set of nodes has changed.
-        about: more fields of the nodes.Node of this node: refusal and has_waited.
+        about: further fields of this node's nodes.Node: refusal and has_waited.
 
     Raises:
         ConfigError: no process will start; every node gets the reason.
@@ -492,7 +492,7 @@ def meet_other_nodes(
     from . import nodes  # pyright: ignore[reportMissingImports]
 
     interface, ip = nodes.interface_to(launch.address)
-    if interface:  # otherwise gloo and NCCL choose an interface
+    if interface:  # if it is "", gloo and NCCL choose an interface
         os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
     if not start:
         print(summary(launch, interface), flush=True)
@@ -518,11 +518,11 @@ def meet_other_nodes(
 
 # ---- the processes -------------------------------------------------------------------------------
 def import_all(config: Config) -> None:
-    """Import once, in this process, all that the training processes will need.
+    """Import once, in this process, all modules that the training processes will need.
 
-    This includes what the recipe imports inside its methods. Failed imports are ignored here, since
-    the training processes repeat and report them; a module that is missed here only costs them
-    time.
+    These include the modules that the recipe imports inside its methods. Failed imports are ignored
+    here, since the training processes repeat and report them; if a module is missed here, each
+    training process imports it.
     """
     names = [TRAIN, *DEFERRED]
     source = inspect.getsourcefile(type(config.recipe))
@@ -545,8 +545,8 @@ def call(module: str, settings: Config | tuple[str, ...], *, launcher_pid: int) 
 
     Args:
         module: the name of the module.
-        settings: the config; in a spawned process, the command-line arguments for it, since a
-            recipe may open a file, and must open it in this process.
+        settings: the config; in a spawned process, the command-line arguments to make it from,
+            since a recipe may open a file, and must open it in the process that reads it.
         launcher_pid: the pid of the launcher.
     """
     gc.freeze()  # a collection would copy the memory pages that are shared with the launcher
@@ -570,7 +570,7 @@ def run_module(
         launch: the settings.
         workers: the processes.
         module: the name of the module.
-        logs: the folder for the output of its processes; None: they write to this terminal.
+        logs: the folder for the output of the processes; None: they write to this terminal.
         starts: the starts of this launch.
 
     Returns:
@@ -694,10 +694,10 @@ def preflight(launch: Launch, workers: Workers) -> int | None:
 class LastStart:
     """How the last start ended on this node."""
 
-    id: str
+    id: str  # Starts.id
     codes: dict[int, int]  # exit codes of the processes by rank, in the order in which they ended
     failures: list[Failure]
-    lost: Any  # the nodes.Node whose host does not answer; or None
+    lost: Any  # the nodes.Node whose host does not answer, or None
 
 
 def run(launch: Launch, workers: Workers, command: str = "") -> Ending:
@@ -739,8 +739,8 @@ def run(launch: Launch, workers: Workers, command: str = "") -> Ending:
         memory.report_memory_kill(memory_kills, codes, reported, workers, logs, starts)
         launch = memory.with_next_micro_batch(launch, reported)
         unkilled = {rank: code for rank, code in codes.items() if rank not in workers.killed}
-        # if the start stopped to take in a node, or because another node was told to stop, the run
-        # may go on
+        # the run may go on if this start stopped to take in a node, or because another node was
+        # told to stop
         has_saved = bool(launch.own.min_machines) and {*codes.values()} == {PREEMPTED}
         change = others.change if has_saved and others else ""
         starts.end(unkilled, reported, workers.stop_signal or change)
@@ -764,7 +764,7 @@ def has_ended(starts: Starts) -> bool:
 def has_failed_elsewhere(
     launch: Launch, starts: Starts, workers: Workers, codes: dict[int, int]
 ) -> bool:
-    """Wait until the run has ended; return whether it failed after the processes here succeeded.
+    """Wait until the run has ended; return whether another node failed after this node succeeded.
 
     A node may be lost while rank 0 ends the run; then all nodes have to start again.
     """
@@ -812,7 +812,7 @@ def end(
 def settle_status(
     launch: Launch, workers: Workers, starts: Starts, last: LastStart
 ) -> tuple[Status, bool]:
-    """Complete status.json: add what error files say, and the outcome if no process wrote it.
+    """Complete status.json: add the first failure in the error files, and a missing outcome.
 
     Returns:
         The status, and whether this launch has begun the run.
@@ -875,7 +875,7 @@ def starts_again(
         workers: the workers of this node.
         codes: exit codes of the processes that ended by themselves, by rank.
         reported: the failures of the start that ended.
-        has_saved: the start has not failed: it saved and stopped, to go on with different nodes.
+        has_saved: the start did not fail, but saved and stopped to go on with different nodes.
     """
     others, refusal, has_waited = workers.others, "", False
     if has_saved:

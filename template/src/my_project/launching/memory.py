@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 # ---- the micro-batch size ------------------------------------------------------------------------
 def lowered_micro_batch(config: Config, options: Namespace) -> int:
-    """Return the size to which the last launch with the same settings was lowered; 0 if it was not.
+    """Return the size of the last start with the same settings and a lowered size; 0 if none.
 
     So the same command does not retry sizes that did not fit; a command with other settings does.
     """
@@ -56,7 +56,7 @@ def with_lowered_micro_batch(
     """Return both launches with the smallest size that any node asks for.
 
     Args:
-        launch: the settings as they were given; keeps the size for later starts.
+        launch: the settings as they were given, which keep the size for later starts.
         here: the settings of the next start, which uses the size.
         others: nodes.OtherNodes; None on one node.
     """
@@ -116,8 +116,8 @@ def report_memory_kill(
 
     Args:
         before: count_memory_kills() when the start began.
-        codes: exit codes by rank; the code of the killed process is replaced by that of an error if
-            a smaller micro-batch may fit.
+        codes: exit codes by rank; if a smaller micro-batch may fit, the exit code of an error
+            replaces the code of the killed process.
         failures: the failures of this start on this node; the new one is added.
         workers: the processes of this node.
         logs: the log folder.
@@ -140,7 +140,7 @@ def report_memory_kill(
     if is_noted and (newest_checkpoint(starts.folder) or 0) <= note["first_step"]:
         facts = {name: note[name] for name in ("next_micro_batch_size", "exit_code")}
         failure = replace(failure, reason=f"{reason}. {note['advice']}", **facts)
-        # without a smaller size, it stays a kill, which a restart may follow
+        # without a smaller size, the code remains that of a kill, which a restart may follow
         if facts != {"next_micro_batch_size": None, "exit_code": 1}:
             codes[rank] = failure.exit_code
     failures.append(failure)

@@ -37,7 +37,7 @@ CONNECT_SECONDS = 5.0  # timeout of a connection between two nodes, and of its f
 ANSWER_SECONDS = 60.0  # node 0 answers within this time after its own wait has ended
 JOIN_SECONDS = 30.0  # how long a new node 0 waits for the nodes of a run that has lost its node 0
 LATE_SECONDS = 10.0  # how long node 0 stays after an error, to report it to nodes that are late
-SAY_SECONDS = 30.0  # between two lines about missing nodes
+SAY_SECONDS = 30.0  # time between two lines about missing nodes
 LOST_SECONDS = 30.0  # a host whose kernel has not answered for this long is lost
 MAX_MESSAGE_BYTES = 1 << 20
 THIS_LAUNCHER = uuid.uuid4().hex
@@ -47,22 +47,22 @@ THIS_LAUNCHER = uuid.uuid4().hex
 class Node:
     """What a node sends about itself."""
 
-    rank: int  # of the node; `nodes` or more for a spare
+    rank: int  # the number of the node; `nodes` or more for a spare
     nodes: int  # how many nodes train
-    min_nodes: int  # how many are enough to go on when others have left; 0: all are needed
-    world_size: int  # processes of `nodes` nodes
+    min_nodes: int  # how many nodes are enough to go on when others have left; 0: all are needed
+    world_size: int  # the number of processes on `nodes` nodes
     run: str  # the module and its arguments; the same on every node
     code: str = ""  # files.code_digest of the code that its processes run
     host: str
     interface: str
     ip: str
     port: int = 0  # the other nodes try to connect to it; on node 0, torch's store uses it later
-    refusal: str = ""  # why it will not start its processes again after a failure
-    has_waited: bool = False  # it stalled waiting for other ranks; restarts only if a node has left
+    refusal: str = ""  # why this node will not start its processes again after a failure
+    has_waited: bool = False  # stalled waiting for other ranks; restarts only if a node has left
     start: str = ""  # Starts.id of node 0, which all nodes take over
-    lowered_micro_batch_size: int = 0  # larger ones do not fit in its memory; 0: not known
+    lowered_micro_batch_size: int = 0  # the largest size that may fit in its memory; 0: not known
     launcher: str = THIS_LAUNCHER
-    is_new: bool = True  # it has not taken part in a start yet
+    is_new: bool = True  # this node has not taken part in a start yet
 
     @property
     def required_nodes(self) -> int:
@@ -105,8 +105,8 @@ def interface_to(address: str) -> tuple[str, str]:
     """Return the interface through which this node reaches node 0, and its IP address.
 
     If GLOO_SOCKET_IFNAME is set, it names the interface. On node 0 itself, the host name may
-    resolve to a loopback address (Debian's 127.0.1.1), which other nodes cannot use; then the only
-    interface that is up is taken. If several are up, gloo and NCCL choose, and the name is "".
+    resolve to a loopback address (Debian's 127.0.1.1), which other nodes cannot use. Then return
+    the only interface that is up; if several are up, return no name (""), and gloo and NCCL choose.
     """
     usable = interfaces()
     if names := os.environ.get("GLOO_SOCKET_IFNAME"):
@@ -145,7 +145,8 @@ class OtherNodes:
     """The launchers of the other nodes: node 0 is connected to all, the others only to node 0.
 
     The kernel checks whether a host answers (TCP keepalive), so a launcher that is suspended or
-    waits for storage does not count as lost, nor does one that has ended: its processes save first.
+    waits for storage does not count as lost. Nor does a launcher that has ended: its processes save
+    before they end.
     """
 
     def __init__(
@@ -171,7 +172,7 @@ class OtherNodes:
         self._lost_seconds, self._node_0_seconds = lost_seconds, node_0_seconds
         self._deadline = 0.0  # when node 0 stops waiting for others; time.monotonic()
         self._is_waiting = False  # this node is a spare or a newcomer, and others are training
-        self._server: socket.socket | None = None  # on node 0
+        self._server: socket.socket | None = None  # None on all nodes but node 0
         self._connections: list[_Connection] = []  # the oldest first
         self._problem: ConfigError | None = None  # why no node can start
         # otherwise a forked process would keep the connections open after its launcher has ended
@@ -183,14 +184,14 @@ class OtherNodes:
         Args:
             me: this node.
             seconds: how long to wait for all nodes, or for node 0.
-            has_saved: the run saved and stopped: it goes on with different nodes, or ends.
+            has_saved: the run saved and stopped; it goes on with different nodes, or ends.
 
         Raises:
             ConfigError: the nodes cannot start; every node raises it. It is a TransientError if the
                 same command may succeed later (a node was late or unreachable, a port in use).
             RunHasEnded: the run has ended, so no start follows.
         """
-        with _listen(me, 0) as probe_socket:  # other nodes connect to it, but send nothing
+        with _listen(me, 0) as probe_socket:  # other nodes connect to this port, but send nothing
             self._me = me = replace(me, port=probe_socket.getsockname()[1])
             try:
                 if me.rank:
@@ -217,7 +218,7 @@ class OtherNodes:
 
     @property
     def newcomer(self) -> str:
-        """Return, on node 0, the name of a waiting node that the run can take in; "" if none."""
+        """Return, on node 0, the name of a waiting node that the run can take in, or ""."""
         num_members = 1 + sum(peer.is_member for peer in self._connections)
         nodes = [peer.node for peer in self._ready() if not peer.is_member]
         if not nodes or num_members >= self._me.nodes or not self._me.min_nodes:
@@ -389,7 +390,7 @@ class OtherNodes:
             # the first start waits for the nodes themselves: a spare does not replace a node yet
             joined = [peer for peer in self._ready() if self.members or peer.node.rank < me.nodes]
             if any(not peer.node.is_new for peer in joined) and not self.members:
-                # this is a new node 0 of a run that may go on without some of its nodes
+                # this new node 0 continues a run that may go on without some of its nodes
                 self._deadline = min(self._deadline, began + JOIN_SECONDS)
             if self._problem:
                 self._deadline = min(self._deadline, now + LATE_SECONDS)
@@ -407,7 +408,7 @@ class OtherNodes:
                 print(f"waiting for {self._missing(me)}", flush=True)
 
     def _ready(self) -> "list[_Connection]":
-        """Return the nodes that wait for the next start, by rank; of each rank, the oldest node."""
+        """Return the nodes that wait for the next start, by rank: the oldest node of each rank."""
         oldest: dict[int, _Connection] = {}
         for connection in self._connections:
             oldest.setdefault(connection.node.rank, connection)
@@ -421,7 +422,7 @@ class OtherNodes:
         return f"{trains}this node will wait until a node is missing"
 
     def _missing(self, me: Node) -> str:
-        """Return the names of the nodes that have not joined: nodes 1, 5 of 8."""
+        """Return the names of the nodes that have not joined, such as "nodes 1, 5 of 8"."""
         joined = {peer.node.rank for peer in self._ready()}
         ranks = [str(rank) for rank in range(1, me.nodes) if rank not in joined]
         return f"node{'s' * (len(ranks) > 1)} {', '.join(ranks)} of {me.nodes}"
@@ -475,7 +476,7 @@ class OtherNodes:
         """Have all nodes connect to each other; return False to retry without silent nodes."""
         failures, silent = self._probes(chosen)
         if failures and not silent and me.min_nodes:
-            # the second round finds nodes that left after their own probes: they do not answer
+            # a node that left after its own probes does not answer in this second round
             failures, silent = self._probes(chosen)
         if silent and 1 + len(chosen) - len(silent) >= me.required_nodes:
             for connection in silent:
@@ -492,7 +493,7 @@ class OtherNodes:
         return True
 
     def _probes(self, chosen: "list[_Connection]") -> "tuple[list[str], list[_Connection]]":
-        """Return messages about failed connections between nodes, and nodes without an answer."""
+        """Return messages about failed connections between nodes, and nodes that did not answer."""
         nodes = [asdict(self._me), *(asdict(peer.node) for peer in chosen)]
         for connection in chosen:
             connection.send({"nodes": nodes})

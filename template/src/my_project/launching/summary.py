@@ -31,8 +31,8 @@ class Ending:
     folder: Path
     logs: Path
     status: Status
-    is_new: bool  # this launch has begun the run, so the status is its own
-    is_first_node: bool  # it prints the summary; the other nodes print one line
+    is_new: bool  # this launch has begun the run, so the status is about this launch
+    is_first_node: bool  # the first node prints the summary; the others print one line
     failures: list[Failure]  # of the last start
     stop_signal: str  # the stop signal that the launcher has received; "" if none
     stop_signal_time: float  # seconds since 1970; inf without a signal

@@ -138,7 +138,7 @@ def print_estimate(config: Config, folder: Path) -> None:
     """Print the time and memory of a step, and an estimate for the whole run."""
     from ..ema import ema_problem
 
-    last = Record()  # stays so without records/performance.py
+    last = Record()  # stays empty without records/performance.py
     for record in each_record(folder / "metrics.jsonl"):
         last = record if "samples_per_second" in record.values else last
     rate, size = last.number("samples_per_second", 0.0), config.batches.global_batch_size
@@ -177,7 +177,9 @@ def main(arguments: list[str]) -> int:
     if options.preflight:
         flags.append("--preflight")
     words = shlex.join(mask_command(arguments))
-    words = re.sub(r" --resume[ =]never\b", "", words)  # it would start again from step 0
+    words = re.sub(
+        r" --resume[ =]never\b", "", words
+    )  # with it, the command would start again from step 0
     command = f"{COMMAND} {words}"
     if options.dry_run:
         return dry_run(config, flags, settings, command)

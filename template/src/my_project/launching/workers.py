@@ -1,9 +1,9 @@
 """Start and signal the training processes of this node, and end them with this process.
 
-They are forked from this process, which has imported torch, the loop and the recipe, so they need
-not import them: this saves some four seconds of CPU time for each worker and start. They are
-spawned instead if a fork is impossible or unsafe: if this process has another thread or has
-initialized CUDA, or if the recipe has opened a file, whose position all workers would share.
+The training processes are forked from this process, which has imported torch, the loop and the
+recipe; that saves each of them some four seconds of CPU time in each start. They are spawned
+instead if a fork is impossible or unsafe: if this process has another thread or has initialized
+CUDA, or if the recipe has opened a file, whose position all of them would share.
 """
 
 import fcntl
@@ -101,8 +101,7 @@ class Workers:
         Args:
             function: the function to call; it must be picklable if processes are spawned.
             environments: the environment variables of each process.
-            may_kill: returns whether the other processes can be killed; takes the exit codes so far
-                and the seconds since the first failure, here or on another node.
+            may_kill: Starts.may_kill, which returns whether the other processes can be killed.
             phase: returns the phase of the run, Starts.phase.
 
         Returns:
@@ -152,7 +151,7 @@ class Workers:
                 self.killed = [rank for rank, code in codes.items() if code is None]
                 for worker in left:
                     worker.kill()
-            # with a timeout, since a sentinel stays open if a loader worker has inherited it
+            # with a timeout: if a loader worker has inherited a sentinel, it never becomes ready
             connection.wait([worker.sentinel for worker in left], POLL_SECONDS)
 
     def _has_failed_elsewhere(self, left: list[Any], phase: Callable[[], str]) -> bool:
@@ -182,7 +181,7 @@ def start_method() -> tuple[str, str]:
     return "fork", ""
 
 
-OPENED: set[tuple[int, str]] = set()  # what open_files returns, for files that imports have opened
+OPENED: set[tuple[int, str]] = set()  # files that imports have opened, as open_files returns them
 
 
 @contextmanager
@@ -196,8 +195,8 @@ def opened_files_noted() -> Iterator[None]:
 def open_files() -> set[tuple[int, str]]:
     """Return the descriptors and names of files, pipes and sockets that are open for reading here.
 
-    What one forked process reads from these, the others miss. Devices and memory-mapped files are
-    left out, since they have no position to share.
+    If one forked process reads data from these, the other processes miss that data. Devices and
+    memory-mapped files are left out, since they have no position to share.
     """
     opened: set[tuple[int, str]] = set()
     maps = Path("/proc/self/maps")  # on Linux only
