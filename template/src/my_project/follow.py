@@ -138,7 +138,7 @@ def load_together(accelerator: Accelerator, checkpoint: Checkpoint, model: nn.Mo
 
     def judge() -> str:
         current, problem = read_checkpoint(checkpoint.folder), next(filter(None, problems), "")
-        if current and current.weights != checkpoint.weights:  # ranks may have read either
+        if current and current.weights != checkpoint.weights:  # each rank may have read either
             return "it was saved again"
         if current and problem:
             raise ConfigError(problem)

@@ -25,7 +25,7 @@ from .files import (
 )
 from .run_files import checkpoint_step
 
-FORMAT = 1  # of checkpoints
+FORMAT = 1  # the format of checkpoints
 HASHING_THREADS = 4
 
 
@@ -35,7 +35,7 @@ class Manifest(TypedDict):
     format: int
     step: int
     files: dict[str, str]  # the SHA-256 of each file by name
-    resumed_from: str | None  # the --resume path at which the run began
+    resumed_from: str | None  # the --resume path from which the run began
     state: dict[str, Any]  # what the checkpoint holds besides tensors
     provenance: NotRequired[dict[str, Json]]  # where the checkpoint comes from
 
@@ -51,8 +51,8 @@ def read_manifest(folder: Path) -> Manifest:
 
     Raises:
         ValueError: the manifest is missing or damaged.
-        FormatError: it has a different format.
-        OSError: it cannot be read.
+        FormatError: the manifest has a different format.
+        OSError: the manifest cannot be read.
     """
     path = folder / "manifest.json"
     if not path.is_file():
@@ -85,7 +85,7 @@ def find_damage(folder: Path, share: slice = slice(None)) -> str:
 
     Args:
         folder: the checkpoint.
-        share: which of its files to read.
+        share: which of the checkpoint's files to check, in the order of their names.
     """
 
     def check_file(name: str) -> str:
@@ -108,7 +108,7 @@ def try_saving(folder: Path) -> None:
     Raises:
         ConfigError: an operation fails, so no save would work.
     """
-    # names that a later start removes, if this one is killed here
+    # if this start is killed here, a later start removes folders with these names
     trial, renamed = folder / ".step_0.partial", folder / ".step_0.removed"
     discard(trial)
     discard(renamed)
@@ -133,10 +133,10 @@ def complete(temporary: Path, folder: Path, manifest: Manifest) -> None:
 def put_in_place(temporary: Path, folder: Path) -> None:
     """Flush a folder whose files are on disk, and replace the previous folder with it."""
     flush_to_disk(temporary)
-    # an unused name, as an older folder may remain: NFS keeps removed files that are still open
+    # an unused name, since an older folder may remain: NFS keeps removed files that are still open
     before = unused_name(folder.with_name(f".{folder.name}"), "before")
     if folder.is_symlink() or folder.is_file():
-        os.replace(folder, unused_name(folder))  # it was not made by a run
+        os.replace(folder, unused_name(folder))  # no run made it, so it is kept
     elif folder.exists():
         os.replace(folder, before)
     os.replace(temporary, folder)

@@ -1,9 +1,9 @@
 """Find a smaller micro-batch to try when memory runs out before this start has saved a step.
 
-The launcher starts all processes again with it (launching/memory.py); without that launcher, the
-error names it. The global batch stays the same, and so does the curve, except for dropout. A saved
-step shows that a micro-batch fits, but the first step does not: the optimizer allocates its state
-at the end of that step, so often only the second step runs out of memory.
+The launcher starts all processes again with that size (launching/memory.py); without the launcher,
+the error names the size. The global batch stays the same, and so does the curve, except for
+dropout. A saved step shows that a micro-batch fits, but the first step does not: the optimizer
+allocates its state at the end of that step, so often only the second step runs out of memory.
 """
 
 from collections.abc import Iterator

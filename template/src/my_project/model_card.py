@@ -101,7 +101,7 @@ config, data_info, model = load(Path("export"){trusted})
 
 
 def dataset_name(recipe: Recipe) -> tuple[str, bool]:
-    """Return the name of the recipe's dataset, "" if unknown, and whether it can be on the Hub."""
+    """Return the name of the recipe's dataset ("" if unknown), and whether it can be on the Hub."""
     for field in ("dataset", "data"):
         value = getattr(recipe, field, None)
         if isinstance(value, str) and IS_NAME.fullmatch(value) and not is_secret(field):
@@ -111,7 +111,7 @@ def dataset_name(recipe: Recipe) -> tuple[str, bool]:
 
 
 def results(run: Run) -> str:
-    """Return a table of the last evaluation and the best."""
+    """Return a table of the last evaluation and the best evaluation."""
     evaluations = [*records(run.folder, "evaluation")]
     if not evaluations:
         return "None: the run has no validation set.\n"

@@ -163,7 +163,7 @@ def local_folder(path: str) -> Path:
     if "://" in path:  # the URL of a run in a mirror
         from .mirror.download import local_copy
 
-        return local_copy(path)
+        return local_copy(path)  # from a mirror
     return Path(path)
 
 

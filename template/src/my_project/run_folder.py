@@ -239,9 +239,8 @@ class Run:
         self.token = token
         seconds = 20.0
         if self.rank and self.config.checkpoints.mirror:  # on rank 0, is_locked would free the lock
-            # where locks work, rank 0 holds one; a folder without a lock is on another disk, which
-            # a mirror allows
-            seconds = 1.0 if run_files.is_locked(self.folder) is False else 20.0
+            # where locks work, rank 0's folder is locked; an unlocked folder is on another disk
+            seconds = 1.0 if run_files.is_locked(self.folder) is False else 20.0  # with a mirror
         return files.wait_until(lambda: run_files.read_info(self.folder).launch == token, seconds)
 
     def __del__(self) -> None:

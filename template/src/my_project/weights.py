@@ -43,7 +43,7 @@ def load(
     Args:
         folder: the export.
         trusted: class paths that may be imported besides this project's own (safety/trust.py).
-        given: the folder as it was given on the command line.
+        given: the folder named on the command line; by default `folder`.
 
     Raises:
         ConfigError: the folder is not an export, names a class that is not trusted, or its weights
@@ -136,7 +136,7 @@ def config_beside(folder: Path, trusted: Iterable[str] = (), given: Path | None 
     Args:
         folder: the export or checkpoint.
         trusted: class paths that may be imported besides this project's own (safety/trust.py).
-        given: the folder as it was given on the command line.
+        given: the folder named on the command line; by default `folder`.
     """
     run = Path(run_folder(str(folder)))
     for candidate in (folder, run):

@@ -47,19 +47,19 @@ OWN_GENERATOR = (
 class Known:
     """What one rank knows about the data, code and model of a start."""
 
-    data_info: dict[str, str] = field(default_factory=dict)  # hashes
+    data_info: dict[str, str] = field(default_factory=dict)  # the hash of each entry
     data: dict[str, Facts] = field(default_factory=dict)  # by the name of the dataset
     code: dict[str, str] = field(default_factory=dict)  # hashes of sources, by module
-    model: list[str] = field(default_factory=list)  # the lines of its repr
+    model: list[str] = field(default_factory=list)  # the lines of the model's repr
 
     def differing_data(self, known: "Known") -> dict[str, str]:
-        """Return how datasets that both know differ, by name; equal datasets are left out."""
+        """Return how datasets that are in both objects differ, by name; leave out equal ones."""
         both = [name for name in self.data if name in known.data]
         differences = {name: self.data[name].difference(known.data[name]) for name in both}
         return {name: text for name, text in differences.items() if text}
 
     def differing_code(self, known: "Known") -> list[str]:
-        """Return the files of the modules that both know and whose sources differ."""
+        """Return the files of the modules that are in both objects and whose sources differ."""
         modules = (sys.modules.get(name, name) for name in differing_names(self.code, known.code))
         return [short_path(getattr(module, "__file__", None) or str(module)) for module in modules]
 
@@ -77,7 +77,7 @@ class Known:
 
 
 class Agreement:
-    """Compare the ranks, and this start with the last one."""
+    """Compare the ranks with each other, and this start with the last start."""
 
     def __init__(
         self,
@@ -105,7 +105,7 @@ class Agreement:
         self.reading = self._read() if is_on and not self.is_restart_in_place else None
 
     def _read(self, *, is_backward: bool = False) -> Reading:
-        """Read samples; those in lanes are read only by one rank of each node.
+        """Read samples; only one rank of each node reads samples in lanes.
 
         A dataset with an open file is left out: another process would move the file's position.
         """
@@ -144,7 +144,7 @@ class Agreement:
             if types:
                 self.findings.passed("data", f"{name}: {', '.join(types)} cannot be compared")
         if self.run.rank == 0:
-            now = asdict(replace(own, data=saved.data | own.data))  # keep unread ones
+            now = asdict(replace(own, data=saved.data | own.data))  # keep unread datasets
             del now["model"]
             with files.writing(self.run.folder):
                 # without fsync, which takes longer than the checks; a damaged file is ignored

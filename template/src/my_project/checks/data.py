@@ -29,24 +29,24 @@ from ..loading.loader import ignore_signals_except_parents, tell_epoch
 from ..loading.seeding import derive_seed, seed_rng
 from ..recipe import Dataset
 
-SAMPLES = 4  # read from each dataset, evenly spaced
-SECONDS = 5.0  # to read them all; also the maximum wait for them once the model is built
-MAX_PARTS = 64  # that are compared of a sample
-MAX_ITEMS = 8  # that are compared of a list
+SAMPLES = 4  # the number of samples read from each dataset, evenly spaced
+SECONDS = 5.0  # time limit for reading them all, and maximum wait for them once the model is built
+MAX_PARTS = 64  # the number of parts of a sample that are compared
+MAX_ITEMS = 8  # the number of items of a list that are compared
 ARRAYS = ("__array__", "__array_interface__")  # attributes of arrays, tensors and images
 TOLERANCE = 1e-3  # of floating-point values, relative to their root mean square
 
 
-Fact: TypeAlias = str | list[float]  # of a part of a sample: a hash, or three numbers
+Fact: TypeAlias = str | list[float]  # describes a part of a sample: a hash, or three numbers
 
 
 @dataclasses.dataclass(kw_only=True)
 class Facts:
     """What is known about a dataset."""
 
-    length: int  # samples or lanes
-    samples: dict[str, dict[str, Fact]]  # by index: its parts
-    draws: bool  # whether a sample that is read again under the same seed differs
+    length: int  # the number of samples or lanes
+    samples: dict[str, dict[str, Fact]]  # the facts of each sample, by index and name of the part
+    draws: bool  # whether a sample differs when it is read again under the same seed
 
     @property
     def unknown(self) -> list[str]:
@@ -63,7 +63,7 @@ class Facts:
 
 
 def differing_names(first: Mapping[str, Json], second: Mapping[str, Json]) -> list[str]:
-    """Return the names that both have, with different values."""
+    """Return the names that are in both mappings, with different values."""
     return [name for name in first if name in second and not is_same(first[name], second[name])]
 
 
@@ -111,7 +111,7 @@ class Reading:
             self.pipe.close()
             if self.process.pid:
                 self.process.kill()
-                self.process.join(SECONDS)  # it may not end while storage hangs
+                self.process.join(SECONDS)  # the process may not end while storage hangs
 
 
 def _read(
@@ -137,7 +137,7 @@ def _read(
 
 
 def sample_facts(data: Any, index: int, seed: int) -> dict[str, Fact]:
-    """Return the parts of a sample, or of the first one in a lane; an error is a part too."""
+    """Return the parts of a sample, or of a lane's first sample; an error is a part too."""
     try:
         tell_epoch(data, 0, seed)
         seed_rng(derive_seed("check", index))

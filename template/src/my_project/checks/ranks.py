@@ -1,7 +1,7 @@
 """Check that all ranks hold the same weights and buffers, and that a forward changes no weights.
 
 Nothing is compared in a step. After the first step of a start and at each save, two numbers for
-each tensor are compared, by all-reduce. Hashes would not do: on another type of CPU a rank rounds
+each tensor are compared, by all-reduce. Hashes would not do: a rank on another type of CPU rounds
 differently, which does no harm.
 """
 
@@ -26,7 +26,7 @@ from .findings import Findings
 
 # Relative to the norm: differences up to ROUNDING are ignored, up to MAX_DIFFERENCE only warned of.
 ROUNDING, MAX_DIFFERENCE = 1e-5, 1e-3
-CHUNK = 2**18  # elements of a tensor that are converted together
+CHUNK = 2**18  # the number of elements of a tensor that are converted together
 
 REMEDY = (
     "Only the optimizer may change a parameter: set it in build_model, from samples read there, or"
@@ -70,7 +70,7 @@ class EqualRanks:
         parameters = dict(self.model.named_parameters())
         self.trained = {name for name, p in parameters.items() if p.requires_grad}
         self.was_training = self.model.training
-        # listed only here: a buffer that only one rank adds later would change its all-reduce
+        # listed only here: if only one rank added a buffer later, its all-reduce would differ
         modules = self.model.modules()
         # cumulative averages: each rank averages over its own calls, as in torch (statistics.py)
         left_out = {
@@ -85,11 +85,11 @@ class EqualRanks:
         meshes = [p.device_mesh for p in parameters.values() if isinstance(p, DTensor)]
         if not meshes:
             self.compared["parameter"] = [*parameters], None
-        elif meshes[0].ndim > 1:  # HSDP: between replicas; without it there is one of each shard
+        elif meshes[0].ndim > 1:  # HSDP: compare replicas; without HSDP, no shard has a replica
             self.compared["parameter"] = [*parameters], meshes[0].get_group(0)
         self.reported: dict[tuple[str, str], set[str]] = defaultdict(set)
-        self.before: dict[str, Tensor] = {}  # sketches
-        self.changed: list[set[str]] = []  # in each forward that was checked
+        self.before: dict[str, Tensor] = {}  # sketches of the weights before a forward
+        self.changed: list[set[str]] = []  # the weights that each checked forward has changed
         self.hooks: list[RemovableHandle] = []
         is_watched = findings.is_on("ranks") and not findings.is_restart_in_place
         if is_watched and meshes:
@@ -113,7 +113,7 @@ class EqualRanks:
             self._report(CHANGED, (once - again) | ((once | again) & limited))
 
     def after_step(self) -> None:
-        """Compare after the first step of this start."""
+        """Compare weights and buffers after the first step of this start."""
         if self.findings.is_restart_in_place:  # saves still compare
             return
         if self.hooks:
@@ -200,8 +200,8 @@ class EqualRanks:
 def fixed_numbers(device: torch.device, dtype: torch.dtype) -> Tensor:
     """Return fixed numbers between -1 and 1, in no order.
 
-    Signs alone would not do: two values with the same sign could swap places without a change of
-    the product.
+    Signs alone would not do: two values that are multiplied by the same sign could swap places
+    without changing the product.
     """
     return torch.arange(CHUNK, dtype=torch.float64).square().cos().to(device, dtype)
 
@@ -210,8 +210,8 @@ def fixed_numbers(device: torch.device, dtype: torch.dtype) -> Tensor:
 def sketch(tensor: Tensor) -> Tensor:
     """Return the norm of a tensor, and its dot product with fixed numbers.
 
-    Each chunk is multiplied by the same numbers, and its product by a number of its own, so that
-    chunks that change places are noticed. Integers are compared exactly: their norm is set to 1.
+    Each chunk is multiplied by the same numbers, and the chunk's product by a further number, so
+    that chunks that swap places are noticed. Integers are compared exactly: their norm is set to 1.
     """
     tensor = tensor.to_local() if isinstance(tensor, DTensor) else tensor
     tensor = torch.view_as_real(tensor) if tensor.is_complex() else tensor

@@ -28,10 +28,10 @@ from ..ranks import on_main_then_broadcast
 from ..recipe import PARAMETERS, Batch, Dataset, Datasets, Recipe, optional, source_location
 from .findings import Findings
 
-MIN_SAMPLES, MAX_SAMPLES = 4, 8  # half of 2 is one sample, often a special case in a recipe
+MIN_SAMPLES, MAX_SAMPLES = 4, 8  # half of 2 would be one sample, often a special case
 TOLERANCE = 0.02  # relative: padding moves the outputs of a correct model a little
 SAME = 1e-4  # relative: how much two equal forwards may differ
-MEAN_RATIOS = 0.4, 0.6  # the whole's loss / the sum of its halves' losses, if loss returns a mean
+MEAN_RATIOS = 0.4, 0.6  # (loss of the whole) / (sum of the halves' losses), if loss returns a mean
 
 
 # ---- loss and num_items --------------------------------------------------------------------------
@@ -66,7 +66,7 @@ def check_sums(
     problem, device = "", accelerator.device
 
     def check_returned(plain: nn.Module, batch: Any) -> None:
-        # inside the forward: accelerate converts all that it returns to float32
+        # inside the forward, since accelerate converts all that the forward returns to float32
         contract.check_loss(recipe, recipe.loss(plain, batch, 0))
 
     def in_full_precision(plain: nn.Module, batch: Any) -> np.ndarray:
@@ -185,7 +185,8 @@ def check_settings(findings: Findings) -> None:
 def misspelled(recipe: Recipe) -> dict[str, str]:
     """Map the recipe's methods to missing optional methods of almost the same name.
 
-    They also accept the arguments of the optional method, unlike most others, such as `exported`.
+    A method is included only if it also accepts the arguments of the optional method; most methods
+    with a similar name, such as `exported`, do not.
     """
     missing = [name for name in PARAMETERS if optional(recipe, name) is None]
     methods = {name for name, value in getmembers_static(type(recipe)) if isroutine(value)}

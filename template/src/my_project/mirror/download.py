@@ -85,7 +85,7 @@ def fetch_run(
     is_copy: bool = False,
     only: int | None = None,
 ) -> None:
-    """Bring a run folder up to date with its mirror, up to the newest intact checkpoint in either.
+    """Bring a run folder up to date with its mirror, unless it has the newest intact checkpoint.
 
     run.json is written last, so the next call repeats a fetch that was killed.
 
@@ -106,7 +106,7 @@ def fetch_run(
     if is_copy and local.run != remote:
         discard(folder)
     elif local.run not in ("", remote):
-        if starts_over:  # an earlier start was killed after it had moved only one run aside
+        if starts_over:  # an earlier start was killed after it had moved aside only one of the runs
             return
         raise ConfigError(
             f"{store.url} holds run {remote}, but {folder} holds run {local.run}: choose"
@@ -130,7 +130,7 @@ def fetch_run(
         if name in names:
             _fetch_text(store, folder / name)
     if "evaluations.jsonl" in names and not (folder / "evaluations.jsonl").exists():
-        _fetch_text(store, folder / "evaluations.jsonl")  # an existing one is written by follow
+        _fetch_text(store, folder / "evaluations.jsonl")  # a follower writes to an existing one
     codes = [name for name in names if re.fullmatch(r"starts/[\w.-]+/[\w.-]+", name)]
     transfer(store.fetch, codes, map(folder.joinpath, codes))
     _fetch_metrics(store, folder / "metrics.jsonl", chain(parts_among(names)))
@@ -158,7 +158,7 @@ def _find_difference(hashes: dict[str, str], folder: Path) -> str:
 
 def _fetch_text(store: Store, path: Path) -> None:
     text = store.read(path.name).decode(errors="replace")
-    if path.name == "starts.jsonl":  # the launcher has written this start to the local file
+    if path.name == "starts.jsonl":  # the launcher has added this start to the local file
         with suppress(FileNotFoundError):
             own = read_own(path).decode(errors="replace").splitlines(keepends=True)
             text += "".join(line for line in own if line not in text)
@@ -183,12 +183,12 @@ def _fetch_metrics(store: Store, path: Path, parts: list[Part]) -> None:
 def _fetch_folder(
     store: Store, folder: Path, name: str, files: list[str], find_problem: Callable[[Path], str]
 ) -> bool:
-    """Fetch a folder of the run and put it in place if it is intact; return whether it is."""
+    """Fetch a folder of the run; if it is intact, put it in place; return whether it is intact."""
     final = folder / name
     # clean_up removes folders with such names
     temporary = final.with_name(f".{final.name}_0_{uuid.uuid4().hex}{PARTIAL}")
     try:
-        with suppress(FileNotFoundError):  # it was removed or replaced just now
+        with suppress(FileNotFoundError):  # the folder was removed or replaced just now
             transfer(store.fetch, (f"{name}/{f}" for f in files), map(temporary.joinpath, files))
         if problem := find_problem(temporary):
             logger.warning("%s/%s is skipped: %s", store.url, name, problem)
@@ -242,7 +242,7 @@ def fetch_next(given: str, is_wanted: Callable[[dict[str, str]], bool]) -> None:
 
     Args:
         given: the URL; nothing is done for a path.
-        is_wanted: called with the hashes of a checkpoint's files, by name.
+        is_wanted: returns whether a checkpoint is wanted; takes the hashes of its files, by name.
     """
     from ..checkpoint.resuming import remove
 

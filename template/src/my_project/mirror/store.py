@@ -28,8 +28,8 @@ from ..files import ConfigError, TransientError, flush_to_disk
 from ..safety.redaction import mask
 
 FOLDERS = ("best", "export")
-BLOCK_BYTES = 16 << 20  # of one request; S3 accepts 10,000 of them per object
-THREADS = 4  # that transfer files of a folder
+BLOCK_BYTES = 16 << 20  # size of one request; S3 accepts 10,000 requests per object
+THREADS = 4  # the number of threads that transfer the files of a folder
 PARTIAL = ".partial"
 IN_CHECKPOINT = re.compile(r"(checkpoints/step_(\d{8,}))/([^/]+)")
 PART = re.compile(r"metrics/(\d+)-(\d+)-(\d+)-([0-9a-f]{64})\.jsonl")
@@ -84,7 +84,7 @@ class Store:
             raise kind(f"{self.url}: {mask(text)}") from error
 
     def names(self, below: str = "") -> list[str]:
-        """Return the names of all files, or of those in a folder below this one."""
+        """Return the names of all files, or of the files in the folder `below`."""
         paths: list[str] = []
         with suppress(FileNotFoundError), self._errors():
             self.fs.invalidate_cache()
@@ -96,8 +96,8 @@ class Store:
         """Return the content of a file.
 
         Raises:
-            FileNotFoundError: it does not exist.
-            OSError: it cannot be read.
+            FileNotFoundError: the file does not exist.
+            OSError: the file cannot be read.
         """
         with self._errors():
             return bytes(self.fs.cat_file(f"{self.root}/{name}"))
@@ -114,11 +114,11 @@ class Store:
 
         Args:
             name: the name of the file.
-            content: its new content, or the local file to copy.
+            content: the new content, or the local file to copy.
 
         Raises:
             FileNotFoundError: there is no such local file.
-            OSError: it cannot be written, or has a different size afterward.
+            OSError: the file cannot be written, or has a different size afterward.
         """
         target = f"{self.root}/{name}"
         at = f"{target}{PARTIAL}" if self.is_local else target  # other stores replace atomically
@@ -150,9 +150,10 @@ class Store:
                 self.fs.rm_file(f"{self.root}/{name}")
 
     def move_aside(self) -> str:
-        """Move all files to an unused URL beside this one, and return it.
+        """Move all files to an unused URL beside this one, and return that URL.
 
-        All files are copied, then removed: the JSON files, which mark a folder as complete, first.
+        All files are copied and then removed. JSON files, which mark folders as complete, are
+        removed first.
         """
         names, number = self.names(), 1
         while (aside := Store(f"{self.url}.old-{number}")).names():
@@ -198,19 +199,19 @@ def complete_steps(names: list[str]) -> list[int]:
 class Part:
     """A part of metrics.jsonl: an object of the mirror, whose name contains all these fields."""
 
-    number: int  # of the upload; a higher number replaces the parts that it overlaps
-    begin: int  # offset of its first byte
+    number: int  # counts the uploads; a part replaces parts with lower numbers that it overlaps
+    begin: int  # the offset of the part's first byte in metrics.jsonl
     size: int  # in bytes
-    digest: str  # the SHA-256 of its bytes
+    digest: str  # the SHA-256 of the part's bytes
 
     @property
     def name(self) -> str:
-        """Return the name of its file."""
+        """Return the name of the part's file."""
         return f"metrics/{self.number:08d}-{self.begin}-{self.size}-{self.digest}.jsonl"
 
     @property
     def end(self) -> int:
-        """Return the position after its last byte."""
+        """Return the offset after the part's last byte."""
         return self.begin + self.size
 
 
@@ -235,8 +236,8 @@ def chain(parts: list[Part]) -> list[Part]:
 def parts_to_keep(parts: list[Part], size: int) -> list[Part]:
     """Return the parts to keep when a file has grown to `size` bytes; a new part has the rest.
 
-    A part no larger than the new one is merged into it. So there are few parts, and a byte is
-    uploaded again only as often as the file doubles.
+    A part that is no larger than the new part is merged into the new part. So there are few parts,
+    and a byte is uploaded again only as often as the file doubles.
     """
     kept = [*parts]
     while kept and kept[-1].size <= size - kept[-1].end:
@@ -256,7 +257,7 @@ def url_of(config: Config) -> str:
 
 
 def credential_errors() -> tuple[type[Exception], ...]:
-    """Return the exceptions for missing credentials, of those libraries that are imported."""
+    """Return the exceptions that imported libraries raise for missing credentials."""
     names = {
         "botocore.exceptions": "NoCredentialsError",
         "google.auth.exceptions": "DefaultCredentialsError",

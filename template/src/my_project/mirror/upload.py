@@ -43,23 +43,23 @@ from .store import (
 
 logger = logging.getLogger(__name__)
 FILES = ("config.yaml", "run.json", "status.json", "starts.jsonl")  # uploaded whole when changed
-WAIT_SECONDS = 20.0  # between two collectives while rank 0 uploads
-COLLECT_SECONDS = 1.0  # between two listings of what other nodes have written
+WAIT_SECONDS = 20.0  # time between two collectives while rank 0 uploads
+COLLECT_SECONDS = 1.0  # time between two listings of what other nodes have written
 PARTS = "parts"  # the folder for files of saves, on their way from other nodes to rank 0
-TRIES = 4  # for the last upload of a run
+TRIES = 4  # the number of tries for the last upload of a run
 
 
 def start_mirror(accelerator: Accelerator, saving: Checkpoints) -> None:
     """If the run has a mirror, upload its saves from now on. Called by every rank.
 
     Raises:
-        ConfigError: nothing can be written there.
+        ConfigError: nothing can be written to the mirror.
     """
     if saving.config.checkpoints.mirror:
         mirror = saving.mirror = Mirror(saving)
         on_main_then_broadcast(accelerator, mirror.begin)
         mirror.share_status(accelerator)
-        if mirror.has_other_disk:  # that disk still has what earlier starts have fetched
+        if mirror.has_other_disk:  # it still has the checkpoints that earlier starts fetched
             for folder in checkpoints(mirror.run.folder)[: -saving.config.checkpoints.keep]:
                 remove(folder)
 
@@ -70,7 +70,7 @@ def finish_mirror(accelerator: Accelerator, saving: Checkpoints, *, is_stop: boo
     Args:
         accelerator: this process's Accelerator.
         saving: the run's Checkpoints.
-        is_stop: whether the run was asked to stop; it then waits for mirror_seconds at most.
+        is_stop: whether the run was told to stop; it then waits for at most mirror_seconds.
 
     Raises:
         TransientError: the run has finished, but its end could not be uploaded in TRIES tries.
@@ -93,12 +93,12 @@ class Mirror:
         self.saving = saving
         self.store = Store(url_of(self.run.config))
         self.needed: set[int] = set()  # the step of the checkpoint being uploaded: it must stay
-        self.failure: Exception | None = None  # of the newest upload
+        self.failure: Exception | None = None  # why the newest upload failed
         self._superseded: ConfigError | None = None  # another launch has begun the run
         self._sent: dict[str, object] = {}  # what the mirror contains so far, by name
-        self._parts: list[Part] | None = None  # of metrics.jsonl
-        self._requested = self._done = 0  # number of uploads; a failed one is done
-        self._tries = 0  # for the run's last upload
+        self._parts: list[Part] | None = None  # the parts of metrics.jsonl in the mirror
+        self._requested = self._done = 0  # numbers of uploads; a failed upload is done too
+        self._tries = 0  # the number of tries for the run's last upload
         self._collected_at = -math.inf
         self._changed = threading.Condition()
 
@@ -106,7 +106,7 @@ class Mirror:
         """Take over the mirror for this launch, and move aside what does not belong to its run.
 
         Raises:
-            ConfigError: nothing can be written there.
+            ConfigError: nothing can be written to the mirror.
         """
         with store_needed(self.store):
             names = self.store.names()
@@ -121,7 +121,7 @@ class Mirror:
                     text = "%s is newer than the chosen checkpoint: moved aside to %s"
                     logger.warning(text, newer.url, aside)
             self.store.remove(*(name for name in names if name.startswith(f"{PARTS}/")))
-            # from here on an older launch uploads nothing more
+            # when these files are in the mirror, an older launch uploads nothing more
             for name in ("config.yaml", "run.json", "status.json"):
                 self._put_file(name)
             matches = filter(None, map(IN_CHECKPOINT.fullmatch, names))
@@ -142,7 +142,7 @@ class Mirror:
             self._changed.notify_all()
 
     def wait(self, seconds: float) -> bool:
-        """Wait until no upload is pending; return False if one still is after this many seconds."""
+        """Wait until no upload is pending; return False if one is still pending after `seconds`."""
         with self._changed:
             return self._changed.wait_for(lambda: self._done == self._requested, seconds)
 
@@ -150,8 +150,8 @@ class Mirror:
         """Wait up to WAIT_SECONDS for the run's last upload; return whether the wait is over.
 
         Args:
-            deadline: the time.monotonic() until which to wait in all; if it is math.inf, a failure
-                of all tries is an error, otherwise a warning.
+            deadline: when to stop waiting, as time.monotonic(). If it is math.inf, a failure of all
+                tries is an error; otherwise, a warning.
 
         Raises:
             ConfigError: all tries have failed, or another launch has taken over the mirror.
@@ -205,7 +205,7 @@ class Mirror:
         for path in sorted(own, key=lambda path: path.suffix != ".safetensors"):
             self.store.write(f"{PARTS}/{temporary.name}/{path.name}", path)
             path.unlink()
-        with suppress(OSError):  # it is not empty while other ranks of this node write there
+        with suppress(OSError):  # not empty: other ranks of this node still write there
             temporary.rmdir()
 
     def collect_parts(self, temporary: Path) -> None:
@@ -251,7 +251,7 @@ class Mirror:
     def _upload_new(self) -> None:
         """Upload what is new, in an order such that a kill at any time loses no record."""
         self._check_fence()
-        # read first, uploaded last: best/ and the records that manifests refer to come before them
+        # manifests are read first and uploaded last, after best/ and the records they refer to
         manifests = []
         for folder in checkpoints(self.run.folder):
             with suppress(FileNotFoundError):  # a save has removed it just now
@@ -313,10 +313,12 @@ class Mirror:
         """Upload the new lines of metrics.jsonl; merge parts, so that there are few of them."""
         listed = parts_among(names)
         with suppress(FileNotFoundError), open_own(self.run.folder / "metrics.jsonl") as file:
-            if self._parts is None:  # a start may have dropped records that the mirror contains
+            if self._parts is None:  # this start may have dropped records that the mirror contains
                 self._parts = list(takewhile(partial(is_part_of, file), chain(listed)))
             end = self._parts[-1].end if self._parts else 0
-            size = file.seek(end) + len(file.read().rpartition(b"\n")[0]) + 1  # of whole lines
+            size = (
+                file.seek(end) + len(file.read().rpartition(b"\n")[0]) + 1
+            )  # ends after a whole line
             if end + 1 < size:
                 kept = parts_to_keep(self._parts, size)
                 begin = kept[-1].end if kept else 0
@@ -347,7 +349,7 @@ class Mirror:
                 except FileNotFoundError:
                     if folder.exists():
                         raise
-                    return  # it was removed before rotation saw that it is needed
+                    return  # the folder was removed before rotation saw that it is needed
                 self._check_fence()
             self.store.write(manifest, text)
         self._sent[name] = text
@@ -357,7 +359,7 @@ class Mirror:
 
         This includes partial uploads of checkpoints that a save removed during the upload.
         """
-        # an older launch may have uploaded a newer checkpoint, which does not count
+        # an older launch may have uploaded a checkpoint of a later step: do not count it
         steps = {newest, *(step for step in complete_steps(names) if step < newest)}
         kept = kept_steps(steps, self.run.config.checkpoints, state)
         older = {int(match[2]) for match in map(IN_CHECKPOINT.fullmatch, names) if match}

@@ -53,16 +53,16 @@ class Performance:
         self.throughput = Throughput(accelerator, run.config, layout, model)
         # compiled kernels are not counted as operators, and recomputed operators would count twice
         self.throughput.is_counted |= self.is_compiled or is_recomputed
-        # by step: when it ended, and its wait for data; only for steps that are not observed yet,
-        # since their numbers come one step later
+        # by step: when it ended, and how long it waited for data; only for steps that are not
+        # observed yet, since the numbers of a step come one step later
         self.ended: dict[int, tuple[float, float]] = {}
-        self.data_seconds = 0.0  # of the current step
-        self.reports: RankReports | None = None  # for an interval that is not written yet
+        self.data_seconds = 0.0  # how long the current step has waited for data
+        self.reports: RankReports | None = None  # reports on an interval that is not written yet
         self.clock = time.perf_counter()  # the end of the interval so far
         self._begin_interval()
 
     def write(self, record: Record) -> None:
-        """Begin the first interval with the start's record: trackers may take seconds before it."""
+        """Begin the first interval at the record "start": trackers may take seconds before that."""
         if record.kind == "start":
             self.interval_began = time.perf_counter()
 
@@ -106,9 +106,9 @@ class Performance:
 
     def _begin_interval(self) -> None:
         self.interval_began = self.clock
-        self.interval_steps = 0  # of this process
-        self.interval_items = 0.0  # of all ranks
-        self.interval_own_seconds = 0.0  # until this rank needed the others
+        self.interval_steps = 0  # steps that this process has observed
+        self.interval_items = 0.0  # num_items of all ranks
+        self.interval_own_seconds = 0.0  # time until this rank needed the others
         self.interval_seconds: dict[str, float] = dict.fromkeys(("data", *PAUSES), 0.0)
         self.compilations_before = compilations() if self.is_compiled else 0
 
@@ -214,8 +214,8 @@ class Throughput:
             model: the prepared model.
         """
         self.layout = layout
-        self.steps = 0  # since this process started
-        self.seconds = 0.0  # of these steps, except evaluations and saves
+        self.steps = 0  # steps since this process started
+        self.seconds = 0.0  # duration of these steps, without evaluations and saves
         self.peak_tflops = config.telemetry.peak_tflops or peak_tflops(
             accelerator.device, accelerator.mixed_precision, tf32=config.tf32
         )
@@ -227,7 +227,7 @@ class Throughput:
         self.counter: Any = None
 
     def begin_counting(self) -> None:
-        """Count the FLOPs of what follows: the first micro-batch, forward and backward."""
+        """Count the FLOPs of the first micro-batch, which follows: its forward and its backward."""
         from torch.utils.flop_counter import FlopCounterMode
 
         self.is_counted = True
@@ -275,8 +275,8 @@ class RankReports:
         """Start to gather; the host does not wait for a GPU.
 
         Args:
-            own_seconds: seconds per step of this rank, until it needs the other ranks.
-            data_seconds: how many of these seconds it waits for data.
+            own_seconds: seconds per step until this rank needs the other ranks.
+            data_seconds: how many of these seconds this rank waits for data.
             world_size: the number of ranks.
             device: this rank's device.
         """

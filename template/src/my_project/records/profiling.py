@@ -1,12 +1,12 @@
-"""Record the steps profile.steps of the ranks profile.ranks with torch.profiler.
+"""Record the steps in profile.steps with torch.profiler, on the ranks in profile.ranks.
 
 Each of these ranks writes into the run folder
 
     profile/rank_00000_steps_20_25.json.gz   for https://ui.perfetto.dev or chrome://tracing
     profile/rank_00000_steps_20_25.txt       torch's table of the operators that took most time
 
-The step before the first one is a warm-up, which is not recorded. The profiler itself takes time,
-so an interval with profiled steps is slower than others. Nothing that fails here ends the run.
+The step before the first of these is a warm-up, which is not recorded. The profiler itself takes
+time, so an interval with profiled steps is slower than others. A failure here does not end the run.
 """
 
 import logging
@@ -60,7 +60,7 @@ class Profiler:
         on_gpu = [ProfilerActivity.CUDA] if self.device.type == "cuda" else []
         self.profile = torch.profiler.profile(
             activities=[ProfilerActivity.CPU, *on_gpu],
-            # steps are numbered from 1; torch asks for 0 before it knows the number
+            # steps are numbered from 1, but torch asks for number 0 first
             schedule=lambda number: plan(max(number, step + 1)),
             on_trace_ready=self._write,
             with_stack=config.with_stack,

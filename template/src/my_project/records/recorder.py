@@ -1,10 +1,10 @@
 """Write the records of a run into metrics.jsonl and the log, and pass them on to the outputs.
 
 This module only records; state.py and the loop decide. docs/run-folder.md describes the records. A
-start drops those that are newer than its checkpoint; after that, lines are only appended.
+start drops records that are newer than its checkpoint; after that, lines are only appended.
 
-An output gets all that is recorded. It has __init__(run, accelerator, layout, model), and those of
-the following methods that it needs; start and write are called only on rank 0:
+An output gets all that is recorded. It has __init__(run, accelerator, layout, model), and as many
+of the following methods as it needs; start and write are called only on rank 0:
 
     check(config)               a static method: refuse settings, before anything is written
     start(step, newest)         before the first record; for `newest` see RecordFile
@@ -12,7 +12,7 @@ the following methods that it needs; start and write are called only on rank 0:
     step_ended(step)            this many steps are done
     observe(report)             the numbers of a step, after the next step or before a pause
     end_interval()              return fields of an interval's record; may begin to gather more
-    gathered()                  return more fields, once all ranks are a step further or waiting
+    gathered()                  return more fields; called when all ranks are a step further or wait
     pause(kind)                 training waits for "evaluation" or "saving"
     resume(kind, seconds)       training has waited this long for it
     write(record)               a Record (run_files.py), as it is in metrics.jsonl
@@ -109,7 +109,7 @@ class Recorder:
         self.steps_per_epoch = samples // layout.global_batch_size
         self.file = RecordFile(run)
         self.outputs = [kind(run, accelerator, layout, model) for kind in OUTPUTS]
-        self.last_pause = 0.0  # seconds
+        self.last_pause = 0.0  # the length of the last pause, in seconds
         # the last step of this interval that was observed, and its learning rate
         self.last: StepReport | None = None
         self.rate = 0.0
@@ -134,7 +134,7 @@ class Recorder:
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         try:
             call(self.outputs, "stop")
-            if kind is NotFiniteError and self.last:  # the steps that ended the run
+            if kind is NotFiniteError and self.last:  # record the steps that ended the run
                 self._end_interval(self.last)
             self._write_pending(wait=kind is None)  # after an error, ranks may be gone
         finally:
@@ -143,7 +143,7 @@ class Recorder:
             call(reversed(self.outputs), "close")
 
     def write(self, kind: str, values: dict[str, Json], step: int | None = None) -> None:
-        """Write a record to file, outputs and log, on rank 0; `step` defaults to the steps done."""
+        """Write a record to file, outputs and log, on rank 0; by default, `step` is state.step."""
         if not self.is_main:
             return
         step = self.state.step if step is None else step
@@ -160,7 +160,7 @@ class Recorder:
         log_record(record, self.run.total_steps)
 
     def write_evaluation(self, results: dict[str, float], samples: dict[str, Json]) -> None:
-        """Record the results of the evaluation that was the last pause."""
+        """Record the results of an evaluation, which was the last pause."""
         if results or samples:  # there may be no validation set
             is_best = self.state.best is not None and self.state.best_step == self.state.step
             values = rounded({"seconds": self.last_pause}) | {"is_best": is_best}
@@ -221,7 +221,7 @@ class Recorder:
                 self._write_pending()
 
     def _end_interval(self, report: StepReport) -> None:
-        """Begin the record of an interval; it is written once the other ranks' reports are there.
+        """Begin the record of an interval, which is written once other ranks' reports have arrived.
 
         Args:
             report: the report of the interval's last step.
@@ -271,10 +271,10 @@ class RecordFile:
         self.path = run.folder / "metrics.jsonl"
         self.unwritten = b""  # lines that could not be written yet
         self.elapsed_before = 0.0  # seconds in earlier starts of the run
-        self.newest: dict[str, int] = {}  # by kind: the step of the last record before this start
+        self.newest: dict[str, int] = {}  # the step of the last record before this start, by kind
 
     def drop_newer(self, state: TrainState) -> None:
-        """Drop the records that are newer than the state, and a last line that a kill has cut.
+        """Drop the records that are newer than the state, and a last line that a kill cut off.
 
         Only the end of the file is read and written; if it has other damage, a copy is kept.
         """

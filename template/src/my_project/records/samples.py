@@ -32,8 +32,8 @@ from ..run_folder import Run
 from ..words import rendered, short_path, shortened
 
 logger = logging.getLogger(__name__)
-KEPT = 3  # how many folders, the newest: a long run must not fill the disk
-MAX_CHARACTERS = 10_000  # of a text in the record; the file has the whole text
+KEPT = 3  # the number of newest folders that are kept: a long run must not fill the disk
+MAX_CHARACTERS = 10_000  # maximum length of a text in the record; the file has the whole text
 IMAGES = {".png", ".jpg", ".jpeg", ".webp", ".gif", ".bmp"}
 
 

@@ -30,7 +30,7 @@ class Screen:
         self.is_terminal = False
         self.step = 0  # steps done
         self.drawn = 0.0  # time.monotonic()
-        self.numbers: list[str] = []  # of the last interval
+        self.numbers: list[str] = []  # the numbers of the last interval, as text
         self.waits_for = ""
 
     def start(self, step: int, _: dict[str, int]) -> None:
@@ -49,9 +49,9 @@ class Screen:
         return True
 
     def is_shown(self, entry: logging.LogRecord) -> bool:
-        """Return whether a line stays above the bar: of records, only an evaluation's does.
+        """Return whether a line stays above the bar; of the lines of records, only evaluations do.
 
-        The bar shows the content of the others, whose lines still go to the log file.
+        The bar shows the content of other records, whose lines still go to the log file.
         """
         kind = getattr(entry, "kind", None)  # None: not the line of a record
         if not self.is_terminal or kind in (None, "evaluation"):
@@ -77,7 +77,7 @@ class Screen:
         self.pause("")
 
     def write(self, record: Record) -> None:
-        """Keep what the bar shows of an interval."""
+        """Keep the numbers of an interval that the bar shows."""
         if record.kind == "interval":
             self.numbers = log.format_interval(record, self.total_steps)
 

@@ -32,10 +32,11 @@ from ..run_folder import Run
 logger = logging.getLogger(__name__)
 WITH_NUMBERS = {"interval", "evaluation", "checkpoint"}  # kinds of records
 LEFT_OUT = {"steps", "skipped", "slowest_rank"}  # names of fields
-START_SECONDS = 30.0  # before the first step: no loader worker should fork while a tracker imports
+# How long the first step waits for trackers: no loader worker should fork while a tracker imports.
+START_SECONDS = 30.0
 FINISH_SECONDS = 30.0
-FAILED_SECONDS = 2.0  # to finish after a failure: other ranks wait until this rank reports it
-MAX_WAITING = 10_000  # records
+FAILED_SECONDS = 2.0  # the limit after a failure: other ranks wait until this rank reports it
+MAX_WAITING = 10_000  # maximum number of records in a queue
 WITH_SAMPLES = {"tensorboard", "wandb"}  # trackers that take texts and pictures
 
 
@@ -46,7 +47,7 @@ class TrackerThread(threading.Thread):
         super().__init__(name=name, daemon=True)
         self.open_tracker = open_tracker
         self.queue: queue.Queue[tuple[str, Callable]] = queue.Queue(MAX_WAITING)
-        self.is_open = threading.Event()  # also set if it has failed
+        self.is_open = threading.Event()  # also set if opening has failed
         self.start()
 
     def put(self, action: str, function: Callable[[GeneralTracker], None]) -> None:
@@ -73,7 +74,7 @@ class TrackerThread(threading.Thread):
 
 
 class Trackers:
-    """The trackers of a run, on rank 0; one that fails is left out from then on."""
+    """The trackers of a run, on rank 0; a tracker that fails is left out from then on."""
 
     def __init__(self, run: Run, *_: object) -> None:
         self.run = run
@@ -96,8 +97,8 @@ class Trackers:
 
         Args:
             step: the number of steps done.
-            logged: by kind, the step of the newest record that an earlier start has logged. A run
-                that was killed repeats steps whose values W&B already has.
+            logged: the step of the newest record of each kind that an earlier start has logged. A
+                run that was killed repeats steps whose values W&B already has.
         """
         self.logged = logged
         for name in self.run.config.telemetry.trackers:
@@ -106,7 +107,7 @@ class Trackers:
         for thread in self.threads:
             if not thread.is_open.wait(max(0.0, deadline - time.monotonic())):
                 report(thread.name, "start", f"{START_SECONDS:.0f} s", "is waited for no longer")
-        for link in [*self.run.trackers.values()]:  # a slow tracker may add one meanwhile
+        for link in [*self.run.trackers.values()]:  # a copy: a slow tracker may add a link
             logger.info(link)
 
     def _open(self, name: str, step: int) -> GeneralTracker:
@@ -174,7 +175,7 @@ class Trackers:
 def report(
     tracker: str, action: str, reason: BaseException | str, effect: str = "is disabled"
 ) -> None:
-    """Log in one line which tracker failed and why; if it was slow, which limit it exceeded."""
+    """Log in one line which tracker failed and why (for a slow one: which limit it exceeded)."""
     text = reason if isinstance(reason, str) else f"{type(reason).__name__}: {reason}"
     text = " ".join(text.split())
     logger.error("tracker %s could not %s and %s: %s", tracker, action, effect, text)

@@ -8,8 +8,8 @@ eos_token, and values of a field ending in token that are in brackets (<image>, 
 fewer than 6 characters.
 
 Settings with secrets are refused. In text, secrets are masked, and so are values named credentials,
-pwd or authorization, and bearer tokens. A secret without such a name is found only if it is also
-the value of an environment variable with such a name, and has at least 8 characters.
+pwd or authorization, and bearer tokens. A secret that does not follow such a name is found only if
+it is also the value of an environment variable with such a name, and has at least 8 characters.
 """
 
 import dataclasses
@@ -59,7 +59,7 @@ def is_secret(name: str) -> bool:
 
 
 def is_masked(name: str) -> bool:
-    """Return whether the value of this name is masked in text."""
+    """Return whether a value with this name is masked in text."""
     return is_secret(name) or bool(MASKED_END.search(_snake_case(name)))
 
 

@@ -31,9 +31,10 @@ def leave_out_untrusted(command: str, arguments: list[str]) -> None:
     """Remove untrusted folders from sys.path, before a command of this package runs.
 
     A command on the user's own config imports its recipe, from the current folder too. A command on
-    weights never imports from a folder of weights. It imports from the current folder only if this
-    package is in it, which makes it the user's project, or if code is trusted by name (the folder
-    is then last on the path). All other commands import only this package and installed code.
+    weights never imports from a folder of weights. It imports from the current folder only if that
+    folder contains this package, so is the user's project, or if code is trusted by name (the
+    folder is then last on the path). All other commands import only this package and installed
+    code.
     """
     if command in ON_OWN_CONFIG:
         return

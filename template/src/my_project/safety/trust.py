@@ -6,7 +6,7 @@ commands.py reads only the recipe and a few numbers from the file, and jsonargpa
 - the recipe's class and other dataclasses, if this package defines them, and what the recipe's
   module defines;
 - what a YAML file in this project's `configs/` names. The project is the folder that contains the
-  package or its `src`; also the current folder, if the package is in it;
+  package or its `src`, and also the current folder, if that contains the package;
 - what --trust names.
 
 Files in the folder of the weights do not belong to this project and are never imported.
