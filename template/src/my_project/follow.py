@@ -156,7 +156,8 @@ class Evaluations:
     run: Path
     config: Config
     done: set[str] = field(default_factory=set)  # Checkpoint.weights of evaluated checkpoints
-    fetched: set[str] = field(default_factory=set)  # the same of fetched ones, even if damaged
+    # Checkpoint.weights of checkpoints that were considered for a fetch, also of damaged ones
+    fetched: set[str] = field(default_factory=set)
     settled: set[Version] = field(default_factory=set)  # checkpoints that need not be read again
     file: IO[bytes] = field(init=False)  # only on rank 0
 
