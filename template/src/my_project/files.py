@@ -208,7 +208,7 @@ def temporary_folder() -> Path:
     """Create and return a temporary folder that only this user can write to."""
     folder = Path(tempfile.gettempdir(), f"{__name__.partition('.')[0]}-{os.getuid()}")
     folder.mkdir(mode=0o700, exist_ok=True)
-    if folder.lstat().st_uid != os.getuid():  # of a link, the owner of the link itself
+    if folder.lstat().st_uid != os.getuid():  # of a link: who owns the link, not its target
         raise ConfigError(f"{folder} belongs to another user; remove it, or set TMPDIR.")
     return folder
 

@@ -218,7 +218,7 @@ class Evaluations:
         # read before the checkpoints, since the last one is saved before the run has finished
         is_finished = read_status(self.run).outcome == "finished"
         for folder in checkpoints(self.run):
-            with suppress(OSError):  # it was removed
+            with suppress(OSError):  # the checkpoint was removed
                 is_new = read_version(folder) not in self.settled
                 checkpoint = read_checkpoint(folder) if is_new else None
                 if checkpoint and checkpoint.weights not in self.done:
