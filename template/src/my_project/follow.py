@@ -156,7 +156,8 @@ class Evaluations:
     run: Path
     config: Config
     done: set[str] = field(default_factory=set)  # Checkpoint.weights of evaluated checkpoints
-    fetched: set[str] = field(default_factory=set)  # the same of fetched ones, even if damaged
+    # Checkpoint.weights of checkpoints that were considered for a fetch, also of damaged ones
+    fetched: set[str] = field(default_factory=set)
     settled: set[Version] = field(default_factory=set)  # checkpoints that need not be read again
     file: IO[bytes] = field(init=False)  # only on rank 0
 
@@ -217,7 +218,7 @@ class Evaluations:
         # read before the checkpoints, since the last one is saved before the run has finished
         is_finished = read_status(self.run).outcome == "finished"
         for folder in checkpoints(self.run):
-            with suppress(OSError):  # it was removed
+            with suppress(OSError):  # the checkpoint was removed
                 is_new = read_version(folder) not in self.settled
                 checkpoint = read_checkpoint(folder) if is_new else None
                 if checkpoint and checkpoint.weights not in self.done:

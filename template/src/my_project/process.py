@@ -259,7 +259,7 @@ class Launcher:
         self.leave_at = float("inf")  # time.monotonic() at which to exit after a stop signal
         self.stop_signal = ""  # the name of the first signal that told this process to stop
         self._signals = -1  # the pipe into which Python writes the number of each handled signal
-        self._pipe: list[int] = []  # readable once the parent has ended
+        self._pipe: list[int] = []  # the pipe to the parent: readable once the parent has ended
 
     @property
     def is_gone(self) -> bool:

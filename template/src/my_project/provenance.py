@@ -1,6 +1,6 @@
 """Record the code, packages and command of a run, and keep the code that each start ran.
 
-    starts/<launch>/           for a start whose code differs from that of earlier ones
+    starts/<launch>/           for a start whose code differs from the code of all earlier starts
       start.json               the fields of Kept, below
       code.patch               changes since the commit, and untracked files, for `git apply`
       sources.zip              code that git does not contain; without git, all code

@@ -111,7 +111,7 @@ class Record:
     epoch: float | None = None  # None: a stream, which has no epochs
     elapsed_seconds: float = 0.0  # over all starts
     time: float = 0.0  # seconds since 1970
-    values: Mapping[str, Json] = field(default_factory=dict)  # by name; the kind decides which
+    values: Mapping[str, Json] = field(default_factory=dict)  # the values of this kind, by name
 
     def to_json(self) -> dict[str, Json]:
         """Return the content of the line."""

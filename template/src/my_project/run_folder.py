@@ -58,7 +58,7 @@ class Run:
         self.total_steps = 0  # 0 until the data is known
         self.step = 0  # steps done, for failure reports
         self.progress_time: float | None = None  # when progress was last noted
-        self.is_stepping = False  # that progress was a step, so the next step is due soon
+        self.is_stepping = False  # whether that progress was a step: then the next is due soon
         self.is_loss_a_sum = True  # False once checks/recipe.py finds that it is not
         self.first_step_time: float | None = None  # when the first step of this start ended
         self.from_step: int | None = None  # the number of steps done before that first step
@@ -308,7 +308,7 @@ class Run:
         it is in the folder, the next attempt of this launch knows that it must move the rest.
         """
         names = {*os.listdir(self.folder)} - {"logs", ".lock"}
-        if names <= {"config.yaml", "status.json"}:  # from an earlier begin() that was killed
+        if names <= {"config.yaml", "status.json"}:  # left by an earlier begin() that was killed
             return
         aside = files.unused_name(self.folder.resolve())  # on the same disk
         aside.mkdir()

@@ -34,7 +34,7 @@ SECONDS = 5.0  # time limit for reading them all, and maximum wait for them once
 MAX_PARTS = 64  # the number of parts of a sample that are compared
 MAX_ITEMS = 8  # the number of items of a list that are compared
 ARRAYS = ("__array__", "__array_interface__")  # attributes of arrays, tensors and images
-TOLERANCE = 1e-3  # of floating-point values, relative to their root mean square
+TOLERANCE = 1e-3  # for floating-point values, relative to their root mean square
 
 
 Fact: TypeAlias = str | list[float]  # describes a part of a sample: a hash, or three numbers
@@ -55,7 +55,7 @@ class Facts:
         return sorted({str(fact) for name, fact in named if name.endswith("?")})
 
     def difference(self, known: "Facts") -> str:
-        """Return how the dataset differs from that of another start or rank; "" if it does not."""
+        """Return how these facts differ from another start's or rank's; "" if they do not."""
         if self.length != known.length:
             return f"has {self.length:,} samples, not {known.length:,}"
         indices = differing_names(self.samples, known.samples)

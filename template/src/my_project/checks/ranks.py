@@ -149,7 +149,7 @@ class EqualRanks:
         largest = torch.stack([numbers, -numbers])  # one all-reduce also finds the smallest
         torch.distributed.all_reduce(largest, ReduceOp.MAX, group)
         spread = (largest.sum(0) / largest[0, :, :1].clamp(min=1e-30)).amax(1)
-        torch.distributed.all_reduce(spread, ReduceOp.MAX)  # of all groups
+        torch.distributed.all_reduce(spread, ReduceOp.MAX)  # over all groups
         return dict(zip(names, spread.tolist(), strict=True))
 
     # ---- what a forward changes ------------------------------------------------------------------

@@ -69,9 +69,7 @@ class Starts:
     _began: float = field(
         default_factory=lambda: float(os.environ.get("LAUNCH_TIME") or time.time())
     )
-    _lines: list[dict[str, Any]] = field(
-        default_factory=list
-    )  # lines of starts.jsonl that are not written yet
+    _lines: list[dict[str, Any]] = field(default_factory=list)  # lines still to be written
     _stuck_restarts: int = 0  # restarts since the last new step
     _saved_step: int = 0  # the step of the newest checkpoint
     _reported_step: int = 0  # the newest step in an error file

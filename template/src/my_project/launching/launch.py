@@ -785,7 +785,7 @@ def end(
     """Write the run's status, tell the other nodes, and return how the run ended."""
     others = workers.others
     if others and launch.node_rank and workers.stop_signal:
-        others.close()  # they may go on without this node
+        others.close()  # the others may go on without this node
     starts.write()
     status, is_new = settle_status(launch, workers, starts, last)
     ending = Ending(

@@ -33,7 +33,7 @@ class Ending:
     status: Status
     is_new: bool  # this launch has begun the run, so the status is about this launch
     is_first_node: bool  # the first node prints the summary; the others print one line
-    failures: list[Failure]  # of the last start
+    failures: list[Failure]  # the failures of the last start
     stop_signal: str  # the stop signal that the launcher has received; "" if none
     stop_signal_time: float  # seconds since 1970; inf without a signal
     command: str  # the command that continues the run; "" if not known

@@ -177,9 +177,8 @@ def main(arguments: list[str]) -> int:
     if options.preflight:
         flags.append("--preflight")
     words = shlex.join(mask_command(arguments))
-    words = re.sub(
-        r" --resume[ =]never\b", "", words
-    )  # with it, the command would start again from step 0
+    # with --resume never, the command would start again from step 0
+    words = re.sub(r" --resume[ =]never\b", "", words)
     command = f"{COMMAND} {words}"
     if options.dry_run:
         return dry_run(config, flags, settings, command)

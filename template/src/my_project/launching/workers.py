@@ -151,7 +151,7 @@ class Workers:
                 self.killed = [rank for rank, code in codes.items() if code is None]
                 for worker in left:
                     worker.kill()
-            # with a timeout: if a loader worker has inherited a sentinel, it never becomes ready
+            # with a timeout: a sentinel that a loader worker has inherited may stay open
             connection.wait([worker.sentinel for worker in left], POLL_SECONDS)
 
     def _has_failed_elsewhere(self, left: list[Any], phase: Callable[[], str]) -> bool:

@@ -316,9 +316,8 @@ class Mirror:
             if self._parts is None:  # this start may have dropped records that the mirror contains
                 self._parts = list(takewhile(partial(is_part_of, file), chain(listed)))
             end = self._parts[-1].end if self._parts else 0
-            size = (
-                file.seek(end) + len(file.read().rpartition(b"\n")[0]) + 1
-            )  # ends after a whole line
+            # the size of the whole lines
+            size = file.seek(end) + len(file.read().rpartition(b"\n")[0]) + 1
             if end + 1 < size:
                 kept = parts_to_keep(self._parts, size)
                 begin = kept[-1].end if kept else 0

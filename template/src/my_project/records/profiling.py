@@ -95,7 +95,7 @@ class Profiler:
         self.folder.mkdir(parents=True, exist_ok=True)
         path = self.folder / f"rank_{self.run.rank:05d}_steps_{self.first}_{last}"
         for name in (f"{path}.json.gz", f"{path}.txt"):
-            discard(Path(name))  # from an earlier start, or an untrusted link
+            discard(Path(name))  # left by an earlier start, or an untrusted link
         profile.export_chrome_trace(f"{path}.json.gz")
         table = profile.key_averages().table(
             sort_by=f"self_{self.device.type}_time_total",

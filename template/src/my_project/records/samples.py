@@ -126,7 +126,7 @@ def keep(run: Run, answer: str, answers: Path) -> dict[str, Json]:
     if not answer and not files:
         return {}
     folder = run.folder / "samples" / f"step_{run.step:08d}"
-    discard(folder)  # from a start that has trained this step before
+    discard(folder)  # left by a start that trained this step before
     folder.mkdir(parents=True)
     (folder / "answers.txt").write_text(answer, encoding="utf-8")
     for path in files:
