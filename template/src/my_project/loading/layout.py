@@ -112,7 +112,7 @@ def is_stream(data: Dataset) -> TypeGuard[Stream]:
 
 
 def lengths(train_set: Dataset, validation_sets: Datasets) -> dict[str, int]:
-    """Count the samples of each dataset, or the lanes of a stream."""
+    """Count the samples of each dataset, or its lanes."""
     counts = {f"validation set {name}": len(data) for name, data in validation_sets.items()}
     if is_stream(train_set):
         return {"the lanes of the stream": train_set.lanes} | counts  # of a stream
