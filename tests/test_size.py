@@ -22,7 +22,7 @@ CEILINGS = {
     "lines of the package without tools/": 11_217,
     "lines of tools/": 2_542,
     "lines of template/tests": 4_268,
-    "lines of template/tests and tests": 21_559,
+    "lines of template/tests and tests": 21_563,
     "settings": 60,
     "methods of a recipe": 14,
     "lines of launching/": 2_032,

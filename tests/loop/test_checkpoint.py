@@ -732,3 +732,10 @@ def test_merge_writes_one_file_of_the_weights_or_of_their_average(trained, tmp_p
         model.load_state_dict(load_file(path))
         same = all(torch.equal(v, exported[k]) for k, v in model.state_dict().items())
         assert same == average, "the export of a run with ema_decay is the average"
+
+
+def test_an_optimizer_slot_keeps_its_memory_order():
+    """Rounding of a product depends on it; a contiguous slot needs no stride."""
+    slots = torch.zeros(3, 2), torch.zeros(3, 2).T
+    packed = [shards.pack(slot, "a", {}) for slot in slots]
+    assert packed == [{"tensor": "a", "stride": None}, {"tensor": "a", "stride": (1, 2)}]
