@@ -11,7 +11,8 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
@@ -70,6 +71,13 @@ def steps(run_folder: Path) -> int:
     return path.read_text().count('"interval"') if path.exists() else 0
 
 
+def kill(pids: Iterable[int], sign: signal.Signals = signal.SIGKILL) -> None:
+    """Send a signal to processes, some of which may have ended since they were listed."""
+    for pid in pids:
+        with suppress(ProcessLookupError):
+            os.kill(pid, sign)
+
+
 class Hosts:
     """Starts commands on host 0, host 1, ... and pulls cables; removes all hosts at the end."""
 
@@ -102,8 +110,7 @@ class Hosts:
         ip("-n", name, "link", "set", "veth0", "up")
 
     def __exit__(self, *_: object) -> None:
-        for pid in self.pids():
-            os.kill(pid, signal.SIGKILL)
+        kill(self.pids())
         for command in self.commands:
             command.wait()
         for name in (*self.namespaces, self.switch):
@@ -161,8 +168,7 @@ class Hosts:
     def lose(self, host: int) -> None:
         """Cut a host off and kill all its processes, as a power failure does."""
         self.cable(host, "down")
-        for pid in self.pids(host):
-            os.kill(pid, signal.SIGKILL)
+        kill(self.pids(host))
 
     def pids(self, host: int | None = None) -> list[int]:
         """Return the processes of one host, or of all hosts."""

@@ -23,7 +23,7 @@ from functools import cache
 from pathlib import Path
 
 import torch
-from hosts import ADDRESSES, CONFIG, PATIENCE, PLAIN, PROJECT, Hosts
+from hosts import ADDRESSES, CONFIG, PATIENCE, PLAIN, PROJECT, Hosts, kill
 from safetensors.torch import load_file
 
 COUNT, STEPS, LOST_SECONDS = 4, 150, 6
@@ -67,11 +67,6 @@ class NodeFault:
 
     def __str__(self) -> str:
         return " ".join((self.what, *map(str, self.hosts), self.when, *["back"] * self.back))
-
-
-def kill(pids: list[int], sign: signal.Signals = signal.SIGKILL) -> None:
-    for pid in pids:
-        os.kill(pid, sign)
 
 
 def cut(seconds: float) -> Callable[[Hosts, int], None]:

@@ -12,7 +12,7 @@ import time
 from pathlib import Path
 
 import pytest
-from hosts import CONFIG, NEEDS_HOSTS, PATIENCE, PLAIN, PROJECT, STOPS_AT, Hosts, ip
+from hosts import CONFIG, NEEDS_HOSTS, PATIENCE, PLAIN, PROJECT, STOPS_AT, Hosts, ip, kill
 from slurm_cluster import SlurmCluster
 from test_manifests import manifests, values
 
@@ -78,9 +78,8 @@ def test_ssh_stops_all_nodes_and_the_same_line_finishes_the_run(hosts, ssh):
     second = start(*STOPS_AT)
     before = hosts.steps()
     hosts.wait_for(lambda: hosts.steps() >= before + 5)
-    for pid in hosts.pids(0):
-        if b"launch/ssh.sh" in cmdline(pid) or cmdline(pid).startswith(b"ssh "):
-            os.kill(pid, signal.SIGKILL)
+    lines = {pid: cmdline(pid) for pid in hosts.pids(0)}
+    kill(p for p, line in lines.items() if b"launch/ssh.sh" in line or line.startswith(b"ssh "))
     second.wait(60 * PATIENCE)
     wait_for_its_end()
     assert hosts.status()["outcome"] == "preempted"

@@ -10,7 +10,7 @@ import sys
 import time
 import uuid
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import psutil
@@ -58,11 +58,17 @@ def launch(
             time.sleep(0.2)
         assert not left, f"still running: {left}"
     finally:
-        for pid in processes_with(mark):
-            os.kill(pid, signal.SIGKILL)
+        kill_all(mark)
         process.wait()
         if process.stdout:
             process.stdout.close()
+
+
+def kill_all(mark: str) -> None:
+    """Kill the processes of a launch, some of which may have ended since they were listed."""
+    for pid in processes_with(mark):
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
 
 
 def processes_with(mark: str) -> list[int]:
@@ -201,8 +207,7 @@ def test_killed_twice_the_same_command_ends_with_the_same_weights(tmp_path):
         with launch(tmp_path, *arguments, launcher="my_project.launch") as run:
             wait_for_steps(tmp_path, done + 10)
             time.sleep(draw.uniform(0, 0.3))
-            for pid in processes_with(run.mark):
-                os.kill(pid, signal.SIGKILL)
+            kill_all(run.mark)
         assert outcome(tmp_path)["outcome"] == "running"
     with launch(tmp_path, *arguments, launcher="my_project.launch") as run:
         shown, _ = run.communicate(timeout=600)

@@ -251,7 +251,10 @@ def test_a_spare_waits_for_another_node_0_only_if_it_was_told_to(seconds):
         others = meet_again(pool, everyone, *(elastic(rank, is_new=False) for rank in (1, 2)))
         assert again.result() == others[0] == others[1] == "host0 host1 host2"
         # else the run may have ended before the spare looks for node 0 again
-        assert wait_until(lambda: any(peer.node.rank == 3 for peer in new._ready()), 20)
+        assert wait_until(
+            lambda: new.have_failed or any(peer.node.rank == 3 for peer in new._ready()), 20
+        )
+        assert not new.have_failed
         new.close(0)
         assert everyone[3].waiting.result() == "ended 0"
 

@@ -502,4 +502,4 @@ def test_processes_that_leave_no_report_are_told(tmp_path, fault, processes, ran
     if fault == "stop":
         assert "its launcher had to kill it" in found["likely"][0]
     if fault == "preempt":
-        assert "it was told to stop (SIGTERM) before" in found["likely"][0]
+        assert "it had been told to stop (SIGTERM), and had not saved" in found["likely"][0]
