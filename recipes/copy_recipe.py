@@ -7,7 +7,8 @@ Copies the loop to <package>/training, the recipe to <package>/<recipe>.py, its 
 and the accelerate configs to accelerate_configs/ of the repository, and replaces the template's
 package name with yours. It overwrites none of your files. In a git repository that does not ignore
 runs/ yet, it adds the line /runs/ to .gitignore. When run again, it updates the files that you have
-not changed, which it knows from the hashes in <package>/training/.copied.json. A project generated
+not changed, which it knows from the hashes in <package>/training/.copied.json, and leaves out those
+that you have deleted. A project generated
 from the template already has the loop: it gets only the recipe and its config (and .copied.json in
 its package).
 With --tools, <package>/training/tools is copied too: report, doctor, runs, planner and preflight.
@@ -104,6 +105,8 @@ class Changes:
     """Files that differ from ours, and stay as the user has changed them."""
     differ: list[Path] = field(default_factory=list)
     """Files that differ from ours, and prevent the copy."""
+    deleted: list[Path] = field(default_factory=list)
+    """Files that were copied earlier, and that the user has deleted since."""
     dropped: list[Path] = field(default_factory=list)
     """Files that were copied earlier, and are no longer part of the loop."""
 
@@ -268,7 +271,8 @@ def compare(
     changes = Changes()
     for path, (content, by_hand) in wanted.items():
         if not os.path.lexists(path):
-            changes.new.append(path)
+            is_deleted = package.name(path) in record
+            (changes.deleted if is_deleted else changes.new).append(path)
             continue
         if not path.is_file():
             changes.differ.append(path)
@@ -444,6 +448,8 @@ def report(name: str, package: Package, changes: Changes, notes: Iterable[str]) 
     for title, paths in {
         "updated": changes.updated,
         "kept, since they are yours": changes.kept,
+        f"left out, since you have deleted them (the lines in {package.name(package.record)} say"
+        " so)": changes.deleted,
         "no longer part of the loop": changes.dropped,
     }.items():
         if paths:

@@ -233,6 +233,32 @@ def test_a_second_call_updates_what_is_as_it_was_copied(tmp_path: Path):
     assert "0 file(s) written" in copied("image_classification", package)
 
 
+def test_a_file_that_was_deleted_is_not_copied_again(tmp_path: Path):
+    """Of the loop: a module and a room; an accelerate config; the example and its config."""
+    repository, package, _ = make_repository(tmp_path, "flat")
+    copied("causal_lm", package, "--tools")
+    deleted = [
+        *("your_package/training/ema.py", "your_package/training/mirror/store.py"),
+        *("your_package/training/tools/runs.py", "accelerate_configs/cpu.yaml"),
+        *("your_package/causal_lm.py", "configs/causal_lm.yaml"),
+    ]
+    for file in deleted:
+        (repository / file).unlink()
+    as_if_older(package, "your_package/training/optim.py")
+    for recipe, written in (("causal_lm", 1), ("segmentation", 2), ("causal_lm", 0)):
+        shown = copied(recipe, package)
+        assert f"{written} file(s) written" in shown
+        assert "left out, since you have deleted them (" in shown
+        wanted = deleted if recipe == "causal_lm" else deleted[:-2]
+        assert all(file in shown for file in wanted)
+        assert not any((repository / file).exists() for file in deleted)
+    record = package / "training/.copied.json"
+    lines = record.read_text().splitlines()
+    record.write_text("\n".join(line for line in lines if "training/ema.py" not in line))
+    assert "1 file(s) written" in copied("causal_lm", package)
+    assert (package / "training/ema.py").exists()
+
+
 def test_an_edited_module_of_the_loop_is_kept_until_both_sides_change(tmp_path: Path):
     _, package, _ = make_repository(tmp_path, "flat")
     copied("causal_lm", package)

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Train on all nodes of a host list over ssh, from any machine that reaches them:
-#   launch/ssh.sh hosts.txt --config configs/image_classification.yaml
+#   launch/ssh.sh hosts.txt --config configs/image_classification.yaml --batches.micro_batch_size 4
 # hosts.txt has one node per line, main node first, with its number of processes: gpu-a slots=8
 # Put --preflight after hosts.txt to check the cluster before training.
 #

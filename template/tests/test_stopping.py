@@ -204,7 +204,7 @@ def test_a_second_signal_exits_immediately_unless_it_follows_too_soon(tmp_path):
     config = interrupted_at(make_config(tmp_path, run_name="soon"), 2, rank=0)
     assert run_world(1, train_signalled_twice, config, 0.1) == [75]
     config = change(config, run_name="later")
-    with pytest.raises(RuntimeError, match="KeyboardInterrupt: second signal, SIGTERM"):
+    with pytest.raises(RuntimeError, match="KeyboardInterrupt: by a second signal, SIGTERM"):
         run_world(1, train_signalled_twice, config, 0.8)
     assert not (config.folder / "checkpoints").exists()
 

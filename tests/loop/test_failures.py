@@ -60,7 +60,7 @@ def test_a_note_is_a_sentence_of_its_own(message):
 KINDS = {
     "setting": lambda: raise_(ConfigError("lr is -1.")),
     "exception": lambda: raise_(KeyError("labels")),
-    "stopped": lambda: raise_(KeyboardInterrupt("second signal, SIGTERM")),
+    "stopped": lambda: raise_(KeyboardInterrupt("by a second signal, SIGTERM")),
     "out of memory": lambda: raise_(RuntimeError("CUDA error: out of memory")),
     "device error": lambda: raise_(RuntimeError("CUDA error: device-side assert triggered")),
     "out of host memory": lambda: bytearray(1 << 60),

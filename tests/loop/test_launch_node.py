@@ -106,7 +106,7 @@ def test_an_accelerate_config_of_wrong_types_is_refused_with_its_name(tiny, base
         ("num_procs: 1", "where.yaml: there is no setting num_procs"),
         (
             "mixed_precision: no",
-            "mixed_precision is false (YAML reads an unquoted no as false), but must",
+            "mixed_precision is false (without quotes, YAML reads no and off as false), but must",
         ),
         (ONE | {"mixed_precision": "fp8"}, "mixed_precision is fp8, but must be no, bf16 or fp16"),
         (ONE | {"num_processes": "auto"}, "num_processes is auto, but must be a whole number"),

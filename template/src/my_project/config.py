@@ -44,9 +44,10 @@ class BatchesConfig:
     """Samples per optimizer step, over all ranks."""
     micro_batch_size: int = may_change(0, least=0)
     """Maximum number of samples per forward pass; 0: each rank takes its part of the global batch
-    in one pass. The global batch is cut into as few equal micro-batches as possible, and the ranks
-    take them in turn, so dropout and BatchNorm are the same for any number of processes up to the
-    number of micro-batches. The launcher halves the value if a pass runs out of memory (memory.py).
+    in one pass, so dropout and BatchNorm depend on the number of processes. Otherwise the global
+    batch is cut into as few equal micro-batches as possible, which the ranks take in turn, so these
+    are the same for any number of processes up to the number of micro-batches. The launcher halves
+    the value if a pass runs out of memory (memory.py).
     """
     workers: int | None = may_change(None, least=0)
     """Loader processes per rank; null: use one fewer than the CPUs of this rank, at most 8."""
@@ -80,7 +81,7 @@ class OptimConfig:
     over the last decay_steps. plateau: constant, but multiplied by plateau_factor after every
     plateau_patience evaluations in a row without a better evaluation.best_metric."""
     warmup_steps: int = limited(0, least=0)
-    """Steps over which the learning rate rises linearly from 0."""
+    """Steps over which the learning rate rises linearly; step k of n has k/n of optim.lr."""
     decay_steps: int = limited(0, least=0)
     """wsd only: the length of the final decay, in steps."""
     plateau_patience: int = limited(3, least=1)
@@ -161,7 +162,8 @@ class DistributedConfig:
 
     startup_timeout_seconds: int = may_change(1800, least=1)
     """A rank counts as stalled after this time without progress during startup, a save, one
-    micro-batch of an evaluation, or the first step after any of these; at least timeout_seconds."""
+    micro-batch of an evaluation, or the first step after any of these; or after timeout_seconds, if
+    that is longer."""
     timeout_seconds: int = may_change(600, least=1)
     """A rank counts as stalled after this time without progress in a step. Every rank then writes
     its stack trace into errors/ and ends."""
@@ -234,8 +236,9 @@ class ChecksConfig:
     """
 
     recipe: str | bool = may_change("warn")
-    """A loss or num_items that is not a sum over samples, and settings without effect; checked
-    before the first step of a new run (checks/recipe.py)."""
+    """A loss or num_items that is not a sum over samples, an EMA that stays near the initial
+    weights, and a misspelled optional method; checked before the first step of a new run
+    (checks/recipe.py)."""
     data: str | bool = may_change("warn")
     """A run that continues with different data (checks/agreement.py)."""
     code: str | bool = may_change("warn")
@@ -273,16 +276,18 @@ class Config:
     profile: ProfileConfig = field(default_factory=ProfileConfig)
     checks: ChecksConfig = field(default_factory=ChecksConfig)
     run_name: str = may_change("run")
-    """Name of the run folder; on the command line it defaults to the config file's name."""
+    """Name of the run folder; on the command line, the default is the config file's name, with the
+    settings on the command line that change the training curve."""
     runs_folder: str = may_change("runs")
-    """Folder that contains the run folders; for several nodes, on shared storage."""
+    """Folder that contains the run folders; for several nodes on shared storage, unless
+    checkpoints.mirror is set."""
     resume: str = may_change("auto")
     """auto: continue this run if it exists; never: move it aside and start again from step 0; or
     the path of a checkpoint to continue from, with its step and its optimizer. To start from
     weights alone, read them in the recipe's build_model."""
     stop_after: str | None = may_change(None, such_as="3h55m")
-    """Save and exit after this time, such as 3h55m, counted from the start of the process; the
-    same command continues the run."""
+    """Save and exit after this time, such as 3h55m, counted from the start of the launcher
+    (without one, of the process); the same command continues the run."""
     seed: int = limited(0, least=0)
     """Seed of initial weights, data order, augmentation and dropout."""
     precision: Literal["no", "bf16", "fp16"] | None = may_change(None)
@@ -423,7 +428,7 @@ def wrong_value(name: str, value: Any, kind: Any, metadata: Limits | None = None
         *words, last = takes(kind, limits.get("such_as", ""))
         wanted = f"{', '.join(words)} or {last}" if words else last
     shown = value if isinstance(value, str) else json.dumps(value, default=str)
-    shown += " (YAML reads an unquoted no as false)" * (value is False)
+    shown += " (without quotes, YAML reads no and off as false)" * (value is False)
     return ConfigError(f"{name} is {shown}, but must be {wanted}.")
 
 
@@ -487,9 +492,9 @@ def fixed_settings(config: Config) -> dict[str, Json]:
 
 
 def used_fixed_settings(config: Config) -> list[str]:
-    """Return the names of the fixed settings whose values are not the defaults.
+    """Return the names of the fixed settings that are not at their defaults.
 
-    All fixed settings of recipe and batches are included, since these two have no default.
+    Those of recipe and batches are always included, since Config has no default recipe or batches.
     """
     defaults = saved_fixed_settings({}, config)
     return [name for name, value in fixed_settings(config).items() if value != defaults.get(name)]

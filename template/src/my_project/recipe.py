@@ -12,11 +12,11 @@ The loop calls, in this order:
     build_datasets(data_info) -> (train, {name: validation})
         Return map-style datasets: `len(data)` and `data[index]`; {} for no validation. A dataset
         with `__getitems__(indices)` is asked for a whole micro-batch in one call, unless it draws
-        random numbers (batches.seed_samples). The first samples whose loading draws random numbers
-        may be loaded twice, so a dataset must not cache a result that depends on them. If a
-        dataset, even one inside a Subset or ConcatDataset, has `set_epoch(epoch)`, every process
-        that reads the dataset calls this method before the first sample of each epoch; evaluations
-        pass epoch 0.
+        random numbers (batches.seed_samples). The first micro-batch whose samples draw random
+        numbers may be loaded twice, so a dataset that caches random results needs
+        `batches.seed_samples: true`. If a dataset, even one inside a Subset or ConcatDataset, has
+        `set_epoch(epoch)`, every process that reads the dataset calls this method before the first
+        sample of each epoch; evaluations pass epoch 0.
         The training set may be a stream instead, which is divided into lanes. A lane is a logical
         shard of the stream, like a canonical node of MosaicML's streaming: the number of lanes is
         fixed, whatever the world size, and so is the order of the samples. A stream has
@@ -61,17 +61,18 @@ A recipe may also have:
     update_metrics(model, batch, metrics) -> None
     flops_per_item(model) -> float                FLOPs of forward and backward, for MFU; default:
                                                   counted in the first step
-    predict(model, data_info, argument) -> str    the answer that the command predict prints
-    predict_samples(model, data_info, samples, folder)    the answers for some validation samples,
-                                                  also shown at each evaluation
+    predict(model, data_info, argument) -> str    what the command predict prints for an input
+    predict_samples(model, data_info, samples, folder)    what it prints without an input: answers
+                                                  for some validation samples, also shown at
+                                                  each evaluation
     export(model, data_info, tensors, folder) -> (stem, {name: tensor}) or None
                                                   the content of an export, see below; default:
                                                   model.safetensors with all tensors
     load(data_info, folder) -> torch.nn.Module    loads what `export` has written
 
-`samples` is a torch.utils.data.Subset of the validation set. predict_samples returns what the
-command predict prints, a str or a rich renderable such as a Table; files that it writes into
-`folder`, such as pictures, are moved to the run. Each evaluation calls predict_samples too: on rank
+`samples` is a torch.utils.data.Subset of the validation set. predict_samples returns a str or a
+rich renderable such as a Table; files that it writes into `folder`, such as pictures, are moved to
+the run. Each evaluation calls predict_samples too: on rank
 0 or, where FSDP shards the model, on every rank. It then gets as many samples as evaluation.samples
 says, with their tensors on the model's device (records/samples.py).
 
@@ -90,7 +91,7 @@ are padded to the largest. Such a recipe sets the class attribute `compares_samp
 
 A dataset or stream must open its files when the first sample is read, not in its constructor:
 forked loader workers would share the offset of an open file, so the loop refuses such a dataset.
-A file that the recipe itself opens, at import or in its constructor, is opened once on each rank.
+Files that the recipe itself opens, at import or in its constructor, are not checked.
 
 Declare a field that may change between two starts of a run, such as a path, with
 field(metadata={"changes_curve": False}).
@@ -102,13 +103,14 @@ them again for each sample, and for each micro-batch before `loss`. So random nu
 for any world size and after any resume. The loop does not seed a generator that the recipe makes
 for itself (torch.Generator, numpy.random.default_rng): if the recipe makes it once and keeps it,
 the training curve depends on the world size. Make such a generator where it is used, seeded with
-`torch.initial_seed()`, which is the sample's seed in a dataset (with batches.seed_samples) and the
-micro-batch's seed in `loss`.
+`torch.initial_seed()`, which is the sample's seed in a dataset (unless batches.seed_samples is
+false) and the micro-batch's seed in `loss`.
 
 State: if `loss` changes the model in other ways than by gradients (a mean teacher, a queue in a
-buffer), it must do so once per `step`, and only while `model.training`; otherwise the result
-depends on how a step is split into micro-batches. Values that come from the samples must be
-gathered from all ranks, and the number of ranks must then divide the number of micro-batches
+buffer), what it reads must change only once per `step`, and only while `model.training`; otherwise
+the result depends on how a step is split into micro-batches. If the change depends on the samples,
+gather or all-reduce it over all ranks. The number of ranks must then divide the number of
+micro-batches, since otherwise some ranks repeat a micro-batch, whose samples would count twice
 (docs/how-to/state-in-a-buffer.md).
 Only the optimizer may change a trained parameter. The loop calls `model.train()`, which also puts
 the dropout and BatchNorm of a frozen part into training mode: give that part a `train` method that

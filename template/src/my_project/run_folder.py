@@ -395,8 +395,8 @@ def failures_recorded(run: Run) -> Iterator[None]:
         ignore_ended_workers()
         if failures.exception_cause(error) == "out of memory" and not hasattr(error, "facts"):
             error.add_note(
-                "Lower batches.micro_batch_size: accumulation rises to match, so the curve is the"
-                " same."
+                "Lower batches.micro_batch_size: accumulation rises to match, so the global batch"
+                " stays the same."
             )
         failure = failures.exception_failure(error)
         if run.step and failure.cause == "exception":

@@ -26,7 +26,7 @@ def dtype_of_sums(device: torch.device) -> torch.dtype:
 class StepSums:
     """The sums of one step over its micro-batches and, by one all-reduce, over all ranks.
 
-    The sums are one tensor: first the fields of StepReport in order, then the recipe's scalars,
+    The sums are one tensor: first grad_norm to save_votes of StepReport, then the recipe's scalars,
     whose names are known after its first loss, then numbers that the host does not read
     (DelayedReader.make_room).
     """
@@ -46,7 +46,7 @@ class StepSums:
         self.over_all_ranks = memory[LOSS:]
         self.numbers = memory[: 6 + len(names)]
         self.rest = memory[6 + len(names) :]
-        # on a CPU, Python adds the numbers in place: one kernel would take longer than all of this
+        # on a CPU, Python adds the numbers in place, which is faster than torch's kernels
         self.sums: Any = self.numbers.numpy().data if memory.is_cpu else [*self.numbers.unbind()]
         self.indices = {name: index for index, name in enumerate(names, SAVE_VOTES + 1)}
 

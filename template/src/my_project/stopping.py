@@ -47,11 +47,11 @@ class StopRequest:
         if not self.reason and LAUNCHER.is_gone:
             self.reason = "the launcher has exited"
         if not self.reason and LAUNCHER.leave_at < float("inf"):
-            self.reason = "told to stop by a signal whose handler another module has replaced"
+            self.reason = "told to stop by a signal (another module had replaced the handler)"
         return bool(self.reason)
 
     def loop_begins(self) -> None:
-        """Make sure that, if the launcher exits from now on, the loop saves before it exits too."""
+        """From now on, save before this process ends if the launcher exits or a signal comes."""
         LAUNCHER.ends_process = False
         for number in self._handlers:  # again, since an import may have replaced the handlers
             signal.signal(number, self._handle)
@@ -66,12 +66,12 @@ class StopRequest:
             # not print: the signal may have interrupted a print
             os.write(2, f"{note} immediately\n".encode())
         elif time.monotonic() - self._first_signal_time > SECOND_SIGNAL_AFTER_SECONDS:
-            raise KeyboardInterrupt(f"second signal, {name}")
+            raise KeyboardInterrupt(f"by a second signal, {name}")
 
     def __enter__(self) -> "StopRequest":
         if threading.current_thread() is threading.main_thread():
             numbers = {*STOP_SIGNALS}
-            # a closed terminal sends SIGHUP (nohup ignores it), or torchrun forwards it
+            # sent by a closed terminal, unless nohup has it ignored; torchrun forwards it anyway
             is_ignored = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
             if not is_ignored or "TORCHELASTIC_RUN_ID" in os.environ:
                 numbers.add(signal.SIGHUP)

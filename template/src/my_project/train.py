@@ -82,7 +82,7 @@ class Training:
     wrapped_model: nn.Module  # the model in DDP or FSDP2, autocast and torch.compile
     # not wrapped in DDP, because the ranks evaluate different numbers of batches
     eval_model: contract.RecipeModule
-    forward: Callable[..., Any]  # called in training: wrapped_model, or a method around it
+    forward: Callable[..., Any]  # called in training: wrapped_model or statistics.forward
     parameters: list[nn.Parameter]  # the trained ones, with requires_grad
     optimizer: torch.optim.Optimizer
     scaler: torch.amp.GradScaler | None  # scales the loss in fp16
@@ -115,7 +115,7 @@ def main(config: Config) -> int:
     check_launch(config)
     check_outputs(config)
     contract.check_recipe(config)
-    fetch_from_mirror(config)  # continue the run of a machine that is gone
+    fetch_from_mirror(config)  # continue the run of a machine that was lost
     run = Run(config, rank)
     data_info = prepare_data(config)
     with Watchdog(run):
@@ -297,7 +297,7 @@ def train_step(t: Training, micro_batches: Iterator[Any]) -> None:
     # undo the averaging by DDP or FSDP2, and divide by the items of the whole global batch: this
     # gives the gradient of the mean loss per item
     normalizer = t.layout.world_size / sums.num_items
-    norm = optim.normalize_and_clip_(  # a variable with the gradients would keep them alive
+    norm = optim.normalize_and_clip_(  # no variable for the gradients: it would keep them in memory
         optim.gradients(t.parameters), normalizer, config.optim.clip_norm
     )
     optim.step_if_finite(t.optimizer, norm)  # scaler.step would wait for the device
@@ -305,7 +305,7 @@ def train_step(t: Training, micro_batches: Iterator[Any]) -> None:
         t.statistics.finish(sums, norm)
     if t.scaler:
         t.scaler.update()
-    t.optimizer.zero_grad()  # under DDP, to zeros: see parallel.keep_gradients_in_buckets
+    t.optimizer.zero_grad()  # DDP may keep them as zeros: see parallel.keep_gradients_in_buckets
     if t.ema:
         t.ema.update()  # even after a skipped step
     state.step = t.run.step = step + 1  # skipped steps count too
@@ -318,7 +318,7 @@ def train_step(t: Training, micro_batches: Iterator[Any]) -> None:
 
 
 def observe(t: Training, report: StepReport | None) -> None:
-    """Count a finished step; without a report, no step has finished since the last call."""
+    """Count the step of a report; None: no other step has been read since the last call."""
     if report:
         t.votes.stop |= report.stop_votes > 0
         t.votes.save |= report.save_votes > 0
@@ -393,7 +393,8 @@ def finish(t: Training, end_reason: str) -> int:
     state.check_trained()
     with evaluated_weights(t):
         exporting.export(run, t.data_info, t.model, checkpoints)
-    t.accelerator.wait_for_everyone()  # else a hanging export is blamed on a rank that has exited
+    # no rank may exit before the export ends: if it hangs, the rank that exited would be blamed
+    t.accelerator.wait_for_everyone()
     checkpoints.check("checkpoint", "best", "export")
     if run.rank == 0:
         result = state.results | t.recorder.of_run()
