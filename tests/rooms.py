@@ -64,8 +64,8 @@ ROOMS = (
     ),
     Room(
         name="commands",
-        goes="There is no `evaluate` (nor `make evaluate`), `predict` or `export`, and no"
-        " protection from a stranger's folder of weights; an export is still safetensors.",
+        goes="There are no commands `evaluate` (nor `make evaluate`), `predict` and `export`, and no"
+        " protection from a stranger's folder of weights. Runs still write `export/`.",
         files=("commands.py", "weights.py", "safety/trust.py", "safety/search_path.py"),
         word=r"search_path|\bcommands\b",
         lines={"__main__.py": 8},

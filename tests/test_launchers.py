@@ -181,7 +181,7 @@ def test_slurm_queues_a_stopped_job_again_until_it_has_the_right_weights(hosts, 
     hosts.wait_for(lambda: ended(slurm, job, "COMPLETED"))
     shown = slurm.output(job)
     assert shown.count(f"requeueing job {job}") == int(slurm.about(job)["Restarts"]) == 2
-    assert shown.count("start the run again: the newest checkpoint is at step ") == 2
+    assert shown.count("starts the run again: the newest checkpoint is at step ") == 2
     assert shown.count("node 0 of 2 (host0, veth0)") == 3
     hosts.assert_finished_with_the_right_weights(220)
 
@@ -202,8 +202,11 @@ def test_slurm_requeues_a_failed_job_that_gains_never_a_wrong_setting(hosts, slu
     assert "host1 does not start its processes again: the error would repeat" in shown
     first, second = shown.split(f"requeueing job {job}\n")
     newest = "the newest checkpoint is at step 100"
-    assert f"start the run again: {newest}" in first
-    assert f"do not start the run again: {newest}; launches that wrote no newer one: 1" in second
+    assert f"starts the run again: {newest}" in first
+    assert (
+        f"does not start the run again: {newest}; 1 launch(es) in a row wrote no newer one"
+        in second
+    )
     assert f"job {job} is not requeued: exit code 1" in second
     assert slurm.about(job)["Restarts"] == "1"
     hosts.wait_for(lambda: ended(slurm, wrong, "FAILED"))
@@ -222,7 +225,7 @@ def test_slurm_ends_a_job_of_which_three_in_a_row_have_gained_nothing(hosts, slu
         hosts.wait_for(lambda start=start: slurm.output(job).count("stopped before") == start)
     hosts.wait_for(lambda: ended(slurm, job, "FAILED"))
     shown = slurm.output(job)
-    assert "there is no checkpoint; launches that wrote no newer one: 3" in shown
+    assert "there is no checkpoint; 3 launch(es) in a row wrote no newer one" in shown
     assert f"job {job} is not requeued: exit code 1" in shown
     assert shown.count(f"requeueing job {job}") == int(slurm.about(job)["Restarts"]) == 2
 

@@ -465,7 +465,11 @@ def processes_and_files(folder: Path) -> Rows:
     loaded = outcome(save_and_load_newest, project, False)
     return {
         "2236": (seconds(77, 77), seconds(set_alone, set_late), ""),
-        "996": (ended("fails"), ended("fails" if exit_code(folder) else "ends with 0"), ""),
+        "996": (
+            ended("exits with 1"),
+            ended("exits with 1" if exit_code(folder) else "ends with 0"),
+            "",
+        ),
         "3818": ("1 run of W&B", f"{runs} run of W&B", ""),
         "save_state": ("continues from the save before", loaded, ""),
     }

@@ -217,4 +217,4 @@ def test_the_launcher_says_why_a_scheduler_starts_a_run_again(tmp_path, monkeypa
     Path("cpu.yaml").write_text("distributed_type: 'NO'\nuse_cpu: true\n")
     words = ["--config_file", "cpu.yaml", "--requeue", "-m", "my_project.train"]
     assert launch.main([*words, "--config", "tiny.yaml"]) == 75
-    assert "start the run again: there is no checkpoint" in capsys.readouterr().out
+    assert "starts the run again: there is no checkpoint" in capsys.readouterr().out

@@ -140,10 +140,10 @@ def first_failure(failures: list[Failure]) -> Failure | None:
 
 
 def late(failures: list[Failure]) -> list[Failure]:
-    """Return the failures of ranks that went on after others had given up waiting for them.
+    """Return the failures of ranks that lost contact after others had given up waiting for them.
 
-    Such a rank was suspended or cut off. It lost contact after more time without progress than its
-    watchdog allows, because the watchdog measures only the time during which the rank ran.
+    Such a rank was suspended or cut off. It had made no progress for longer than its watchdog
+    allows, but the watchdog measures only the time during which the rank ran.
     """
     waited = [failure.idle_seconds for failure in failures if failure.cause == "waiting"]
     limit = max(waited, default=float("inf")) + LATE_SECONDS

@@ -2,8 +2,9 @@
 
 The launcher starts all processes again with that size (launching/memory.py); without the launcher,
 the error names the size. The global batch stays the same, and so does the curve, except for
-dropout. A saved step shows that a micro-batch fits, but the first step does not: the optimizer
-allocates its state at the end of that step, so often only the second step runs out of memory.
+dropout. A saved step shows that a micro-batch fits. The first step alone does not show it: the
+optimizer allocates its state at the end of that step, so often only the second step runs out of
+memory.
 """
 
 from collections.abc import Iterator

@@ -54,7 +54,8 @@ def build_optimizer(config: OptimConfig, recipe: Recipe, model: nn.Module) -> to
     """Build the optimizer from its class path, fused where the device supports it.
 
     Raises:
-        ConfigError: the groups omit or repeat a trained parameter, or have a key without effect.
+        ConfigError: the groups omit or repeat a trained parameter, or have the key lr or a key
+            that looks misspelled.
     """
     kind = optimizer_class(config)
     own_groups = optional(recipe, "parameter_groups")
@@ -65,7 +66,7 @@ def build_optimizer(config: OptimConfig, recipe: Recipe, model: nn.Module) -> to
     if "weight_decay" in accepted:  # for groups without a weight_decay
         arguments.setdefault("weight_decay", config.weight_decay)
     if "fused" in accepted and not {"fused", "foreach", "capturable"} & set(arguments):
-        # on meta, FSDP will shard the parameters; DTensor supports fused kernels only for Adam
+        # FSDP will shard parameters on meta, and DTensor supports fused kernels only for Adam
         is_adam = issubclass(kind, (torch.optim.Adam, torch.optim.AdamW))
         devices = ["cpu", "cuda", *["meta"] * is_adam]
         arguments["fused"] = not has_sparse_gradients(model) and all(
@@ -91,7 +92,7 @@ def build_optimizer(config: OptimConfig, recipe: Recipe, model: nn.Module) -> to
         if meant := ["lr_scale"] if key == "lr" else get_close_matches(key, known, 1, 0.75):
             raise ConfigError(
                 f"parameter_groups ({source_location(own_groups)}) has the key {key}; did you mean"
-                f" {meant[0]}? A group's learning rate is optim.lr times its lr_scale."
+                f" {meant[0]}?" + " A group's rate is optim.lr times lr_scale." * (key == "lr")
             )
     for group in optimizer.param_groups:
         group.setdefault("lr_scale", 1.0)
@@ -113,7 +114,9 @@ def check_parameters(optimizer: torch.optim.Optimizer, model: nn.Module) -> None
     trained = {name: held[id(p)] for name, p in model.named_parameters() if p.requires_grad}
     others = len(held.keys() - {id(p) for p in model.parameters()})
     wrong = [name for name, times in trained.items() if times != 1]
-    if wrong or others or not trained:
+    if not trained:
+        raise ConfigError("no parameter of the model has requires_grad=True, so nothing can train.")
+    if wrong or others:
         raise ConfigError(
             f"parameter_groups omits or repeats {len(wrong)} of the model's {len(trained)} trained"
             f" parameters ({', '.join(wrong[:5]) or 'none'}) and holds {others} that are not in the"

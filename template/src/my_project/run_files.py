@@ -203,7 +203,7 @@ def read_failures(paths: Iterable[Path]) -> list[Failure]:
 
 
 def lock_path(folder: Path) -> Path:
-    """Return a launch's lock file: in the run folder, since the folder may have several paths."""
+    """Return the lock file, which is in the run folder: the folder may have several paths."""
     return folder / ".lock"
 
 
@@ -229,8 +229,8 @@ def each_record(path: Path, kind: str = "") -> Iterator[Record]:
 def each_record_backward(path: Path) -> Iterator[tuple[int, bytes, Record]]:
     """Yield the records of a metrics.jsonl as each_record does, but the last one first.
 
-    A run may have a million records, and a start needs few of them. Each record comes after the
-    position and the bytes of its line.
+    A run may have a million records, and a start needs few of them. The items are (position of the
+    line, its bytes, the record).
     """
     with open_own(path) as file:
         begin = size = file.seek(0, os.SEEK_END)
@@ -272,7 +272,7 @@ def parse_record(line: bytes) -> Record:
 
 
 def flat(settings: Mapping[str, Json], prefix: str = "") -> dict[str, Json]:
-    """Return settings by dotted name, a recipe's as on the command line, such as recipe.width."""
+    """Return settings by dotted name, those of a recipe as on the command line: recipe.width."""
     named: dict[str, Json] = {}
     for key, value in settings.items():
         name = f"{prefix}{key}"  # an untrusted key may be a number
@@ -281,7 +281,7 @@ def flat(settings: Mapping[str, Json], prefix: str = "") -> dict[str, Json]:
             named["recipe"] = value
         elif isinstance(value, dict) and value:
             named |= flat(value, f"{name}.")
-        elif value != {} or name != "recipe":  # a recipe without arguments
+        elif value != {} or name != "recipe":  # not the empty init_args of a recipe
             named[name] = value
     return named
 

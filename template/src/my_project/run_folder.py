@@ -50,7 +50,8 @@ class Run:
     def __init__(self, config: Config, rank: int) -> None:
         """Refuse a run that is active elsewhere or differs from the run in the folder.
 
-        Every rank checks and none writes, so all ranks reach the same decision.
+        Every rank compares the settings, so all ranks reach the same decision. Rank 0 also locks
+        the folder, which refuses a run that another launch has locked.
         """
         self.folder = config.folder
         self.config = config
@@ -63,7 +64,7 @@ class Run:
         self.first_step_time: float | None = None  # when the first step of this start ended
         self.from_step: int | None = None  # the number of steps done before that first step
         self.id = uuid.uuid4().hex[:8]  # the run's ID, for trackers; set by its first launch
-        # identifies this start; set by begin() or sees(); the field "launch" in run.json
+        # identifies this start (in run.json the field "launch"); set by begin() or sees()
         self.token = ""
         self.hosts: list[str] = []  # the host of each rank
         self.is_shared = True  # whether all nodes share the folder; if not, each has its own
@@ -175,14 +176,15 @@ class Run:
     def is_current(self) -> bool:
         """Return whether no later launch has begun this run, as far as this rank knows."""
         run_files.refresh(self.folder)
-        launch = files.read_json(self.folder / "run.json").get("launch")  # fast: once per record
+        # once per record: read_info would be slower
+        launch = files.read_json(self.folder / "run.json").get("launch")
         return self.token in ("", launch or self.token)
 
     def begin(self) -> str:
         """Begin the run: record config, versions and launch. Called by rank 0 only.
 
         Returns:
-            The token of this launch.
+            The token of this start.
 
         Raises:
             ConfigError: the folder is no longer this launch's or has a different format, or a save
@@ -194,7 +196,7 @@ class Run:
             refuse_other_settings(replace(self.config, resume="auto"))
             refuse_other_format(self.folder)
         with files.writing(self.folder):
-            for folder in (self.folder, self.folder / "checkpoints"):  # a link may lead elsewhere
+            for folder in (self.folder, self.folder / "checkpoints"):  # the second may be a link
                 if os.path.lexists(folder):
                     manifests.try_saving(folder)
             if starts_over:
@@ -289,8 +291,8 @@ class Run:
             is_ours = False
         if not is_ours:
             raise files.TransientError(
-                f"{self.folder} has been moved or removed since this launch locked it, so it writes"
-                " nothing there: start again, or choose another --run_name."
+                f"{self.folder} has been moved or removed since this launch locked it, so nothing more"
+                " is written there: start again, or choose another --run_name."
             )
         if not self.is_current:
             raise files.TransientError(
@@ -331,8 +333,8 @@ def starts_over_now(config: Config) -> bool:
 def refuse_other_settings(config: Config) -> None:
     """Refuse a run folder if settings that affect its training curve differ from the config's.
 
-    A saved setting that no longer exists is ignored if it was allowed to change between starts, or
-    was at its default.
+    A saved setting that no longer exists is ignored, unless run.json lists it among the settings
+    that change the curve and were not at their defaults.
     """
     path = config.folder / "config.yaml"
     is_begun = run_files.checkpoints(config.folder) or (config.folder / "export").exists()
@@ -400,7 +402,7 @@ def failures_recorded(run: Run) -> Iterator[None]:
             )
         failure = failures.exception_failure(error)
         if run.step and failure.cause == "exception":
-            # a run that has done steps, even in an earlier start, may work again
+            # not 2, since a run that has done steps, even in an earlier start, may work again
             failure = replace(failure, exit_code=1)
         failure = run.record_error(failure)
         setattr(error, "failure", failure)  # noqa: B010 - see failures.report_once

@@ -26,8 +26,9 @@ def dtype_of_sums(device: torch.device) -> torch.dtype:
 class StepSums:
     """The sums of one step over its micro-batches and, by one all-reduce, over all ranks.
 
-    The sums are one tensor: first grad_norm to save_votes of StepReport, then the recipe's scalars,
-    whose names are known after its first loss, then numbers that the host does not read
+    The sums are one tensor. Its first six elements are grad_norm to save_votes of StepReport, of
+    which grad_norm and own_loss_sum are not all-reduced. Then come the recipe's scalars, whose
+    names are known after its first loss, and numbers that the host does not read
     (DelayedReader.make_room).
     """
 
@@ -116,7 +117,7 @@ def seconds_between(began: Any, ended: Any) -> float:
 
 
 class HostCopy:
-    """An asynchronous copy of a tensor to the host; only `tolist` waits for a GPU."""
+    """A tensor on its way to the host: from a GPU by an asynchronous copy; on a CPU, the tensor."""
 
     def __init__(self, tensor: Tensor) -> None:
         self.tensor = tensor
@@ -144,7 +145,7 @@ class DelayedReader:
         self.pending: tuple[int, HostCopy, Timestamp, Timestamp] | None = None
 
     def set_names(self, names: tuple[str, ...]) -> None:
-        """Make room for the scalars of a recipe, before the first sums are added.
+        """Make room for the scalars of a recipe, after its first forward and before its sums.
 
         Raises:
             ConfigError: another rank has other names.
@@ -152,11 +153,11 @@ class DelayedReader:
         agree(self.accelerator, {"what loss returns": names})
         for sums in self.both if names else ():
             memory = sums.tensor.new_zeros(len(sums.tensor) + len(names))
-            memory[6 + len(names) :] = sums.rest  # already added by the step's first forward
+            memory[6 + len(names) :] = sums.rest  # statistics of BatchNorm, from the first forward
             sums.allocate(memory, names)
 
     def make_room(self, size: int) -> None:
-        """Make room for `size` numbers that are summed over ranks but not read (statistics.py)."""
+        """Make room for `size` numbers to sum over ranks, which the host does not read."""
         for sums in self.both:
             sums.allocate(sums.tensor.new_zeros(len(sums.tensor) + size))
 

@@ -310,7 +310,7 @@ def train_step(t: Training, micro_batches: Iterator[Any]) -> None:
         t.ema.update()  # even after a skipped step
     state.step = t.run.step = step + 1  # skipped steps count too
     t.recorder.step_ended(step)
-    observe(t, t.sums.push(step, sums, norm))  # reports step - 1, which the device has finished
+    observe(t, t.sums.push(step, sums, norm))  # reports step - 1
     t.run.note_progress(is_step=True)
     t.checks.after_step(step)
     if step < t.first_step + 2:

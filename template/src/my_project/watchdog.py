@@ -35,7 +35,7 @@ WAITING_FILES = tuple(
 
 
 class LastResort:
-    """End this process if C code holds Python's lock (the GIL), so that the watchdog cannot run.
+    """End this process if the watchdog cannot run because C code holds Python's lock (the GIL).
 
     A kernel timer sends SIGVTALRM twice, unless the timer is set again before that. The first
     signal only removes the signal's handler (System V semantics); the second finds no handler and

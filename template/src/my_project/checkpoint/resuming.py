@@ -28,14 +28,15 @@ def choose(accelerator: Accelerator, run: Run) -> Path | None:
     """Return the checkpoint to continue from; None to start from step 0. Called by every rank.
 
     This is the newest intact checkpoint of the run. With --resume <path>, it is the newest intact
-    checkpoint whose run began at that path or, if there is none, the checkpoint at the path itself.
+    one in the run folder that was trained on from the checkpoint at that path or, if there is none,
+    the checkpoint at the path itself.
 
     Raises:
         ConfigError: the checkpoint at the path is damaged.
     """
     chosen = None
     candidates = on_main_then_broadcast(accelerator, lambda: _candidates(run))
-    candidates = in_every_folder(accelerator, run, candidates)  # a mirror has filled the folders
+    candidates = in_every_folder(accelerator, run, candidates)  # with a mirror, nodes may differ
     for folder in candidates:
         problem = find_damage_together(accelerator, folder, is_shared=run.is_shared)
         if not problem:
@@ -69,7 +70,7 @@ def _candidates(run: Run) -> list[Path]:
 
 
 def _began_at(folder: Path, given: str) -> bool:
-    """Return whether the run of a checkpoint began at the path given by --resume."""
+    """Return whether the run of a checkpoint began with --resume and this path."""
     with suppress(ValueError, OSError):
         path = read_manifest(folder)["resumed_from"]
         return bool(path) and os.path.realpath(path) == os.path.realpath(given)
@@ -99,7 +100,7 @@ def refuse_damaged(folder: Path, problem: str) -> None:
 
 
 def clean_up(run_folder: Path) -> None:
-    """Remove what a killed save left behind. Called by rank 0, before anything is saved."""
+    """Remove what a killed save left, and put back what it had moved. Called by rank 0, first."""
     for name in ("export", "best"):
         for before in sorted(run_folder.glob(f".{name}.before-*"), reverse=True):
             if os.path.lexists(run_folder / name):

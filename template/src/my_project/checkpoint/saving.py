@@ -5,8 +5,9 @@
       optimizer.safetensors    "<parameter>/<slot>", independent of the world size
       ema.safetensors          the EMA weights, if optim.ema_decay is set
       manifest.json            written last: the SHA-256 of each file, and the rest of the state:
-                               the step, the optimizer's numbers, the results of evaluations, the
-                               fp16 loss scale, the numerics of the run, the states of lanes
+                               the step, the optimizer's settings and numbers, the results of
+                               evaluations, the fp16 loss scale, precision and sharding
+                               (accelerator.numerics), the states of a stream's lanes
 
 A tied weight is written once, under its first name; the file's metadata lists its other names.
 
@@ -65,9 +66,9 @@ Read = Callable[[str], Tensor]  # reads a tensor by its name
 
 
 class Checkpoints:
-    """Save and load the training state, and write best/ and export/, in one background thread.
+    """Load the training state; save it, and write best/ and export/, in background threads.
 
-    A job begins when the previous job ends.
+    Each job has its own thread, and begins when the previous job has ended.
     """
 
     def __init__(
@@ -233,7 +234,7 @@ class Checkpoints:
             write: writes the weights into the temporary folder, given a function that reads a
                 tensor by its name; called by rank 0 in the thread.
         """
-        # ranks with shards must decide alike, but a rank may not know that a save failed
+        # if several ranks write, all must decide alike, but a rank may not know that a save failed
         has_failed = self.writers == 1 and "checkpoint" in self.failures
         is_of_step = self._saved_step == self.run.step and not has_failed
         is_saved = is_of_step and None not in saved_names.values()
@@ -275,7 +276,7 @@ class Checkpoints:
         self._start(folder.name, f"{folder.name}/", write_all, parts, temporary)
 
     def _reader(self, folder: Path) -> Read:
-        """Return a function that reads the evaluated weights of a checkpoint."""
+        """Return a function that reads the weights to evaluate: the EMA's, if there is one."""
         read: Read = TensorReader(folder, "model").read
         if self.ema:
             read = self.ema.reader(folder, read, self.first_names)

@@ -76,7 +76,7 @@ def save_shards(shards: dict[str, Shard], path: Path, aliases: dict[str, str]) -
 
     Raises:
         OSError: the file cannot be written.
-        ValueError: the safetensors format has no such dtype, or a value is not finite.
+        ValueError: the safetensors format lacks the dtype of a tensor, or a value is not finite.
     """
     offsets = {n: [s.offset, s.shape] for n, s in shards.items() if s.tensor.shape != s.shape}
     metadata = aliases | ({"offsets": json.dumps(offsets)} if offsets else {})
@@ -103,7 +103,7 @@ def save_tensors(
 
     Raises:
         OSError: the file cannot be written.
-        ValueError: the safetensors format has no such dtype.
+        ValueError: the safetensors format lacks the dtype of a tensor.
     """
     header: dict[str, dict[str, str] | dict[str, str | list[int]]] = {}
     if metadata:
@@ -288,7 +288,7 @@ class TensorReader:
 def optimizer_state(
     optimizer: torch.optim.Optimizer, names: dict[int, str]
 ) -> tuple[dict[str, Json], dict[str, Tensor]]:
-    """Return groups and slots as JSON, and their tensors by "<parameter>/<slot>".
+    """Return groups and slots as JSON, and their tensors: those of slots by "<parameter>/<slot>".
 
     Args:
         optimizer: the model's optimizer.
@@ -307,7 +307,7 @@ def optimizer_state(
             groups.append(rest | {"params": [names[id(p)] for p in group["params"]]})
         for parameter, values in optimizer.state.items():
             if id(parameter) not in names:
-                raise TypeError(f"its state holds {parameter!r}, which is not a parameter")
+                raise TypeError(f"its state holds {parameter!r}, not one of the model's parameters")
             for slot, value in values.items():
                 key = f"{names[id(parameter)]}/{slot}"
                 slots[key] = pack(value, key, tensors, is_sharded=isinstance(parameter, DTensor))
@@ -394,7 +394,7 @@ def load_optimizer(
             return value
         else:  # fused kernels need the slots in the memory order of the weight
             copy = torch.empty_like(parameter, dtype=value.dtype, device="cpu")
-        return copy.copy_(value)  # in aligned memory: alignment also changes a product's rounding
+        return copy.copy_(value)  # in aligned memory: alignment, too, changes a product's rounding
 
     state: dict[int, dict[str, Any]] = {}
     for key, value in saved["slots"].items():
@@ -419,7 +419,7 @@ def load_optimizer(
 
 
 def _restore_types(saved: Any, loaded: Any) -> Any:
-    """Restore text, and undo load_state_dict's cast of slots but `step` to the weight's dtype."""
+    """Restore text and dtypes: load_state_dict casts slots but `step` to the weight's dtype."""
     if isinstance(saved, Tensor):
         return loaded if saved.dtype == loaded.dtype else saved.to(loaded.device)
     if isinstance(saved, dict):

@@ -1,10 +1,10 @@
 """The starts of a launch: decide which failures are followed by a restart; write starts.jsonl.
 
-Processes are restarted in place after a death by signal, lost contact with another process, or a
-device error. They are not restarted after other errors, which would repeat, nor after a stop
-signal. The launcher of node 0 appends a line to starts.jsonl once a start has begun the run, and
-another when the start has ended (docs/run-folder.md). This module imports no torch, and the loop
-does not import it.
+Processes are restarted in place after a death by signal, lost contact with another process, a lost
+node or a device error, and if a smaller micro-batch may fit in memory. They are not restarted after
+other errors, most of which would repeat, nor after a stop signal. The launcher of node 0 appends a
+line to starts.jsonl once a start has begun (its rank 0 has written run.json), and another when the
+start has ended (docs/run-folder.md). This module imports no torch, and the loop does not import it.
 """
 
 import fcntl
@@ -80,7 +80,7 @@ class Starts:
 
     @property
     def id(self) -> str:
-        """Return the name of the current start: `launch` in run.json and in error files."""
+        """Return the name of the current start, which run.json and error files call `launch`."""
         return f"{self.launch}.{self.count}"
 
     def follow(self, start: str) -> None:
@@ -150,8 +150,8 @@ class Starts:
         may_succeed = first.cause in causes if first else others_failed
         if not may_succeed and not any(code < 0 for code in codes.values()):
             return "the error would repeat"
-        # do not compare a reported step with a saved step: most failures leave no report, so the
-        # first report does not show progress
+        # the first report shows no progress, even beyond the saved step: an earlier failure without
+        # a report may have come as far
         saved_step = newest_checkpoint(self.folder) or 0
         reported_step = max((failure.step or 0 for failure in failures), default=0)
         if saved_step > self._saved_step or 0 < self._reported_step < reported_step:
@@ -171,7 +171,7 @@ class Starts:
     def begin(self) -> None:
         """Prepare the first line of a start, which is written once the start has begun the run.
 
-        Until then, the folder may still contain the run that --resume never moves aside.
+        Until then, the folder may still contain an older run, which `--resume never` moves aside.
         """
         if self.about:
             line = {"event": "start", "id": self.id, "launch": self.launch, "attempt": self.count}
@@ -277,7 +277,7 @@ def missing_end(folder: Path) -> list[dict[str, Any]]:
 
 # ---- for schedulers ------------------------------------------------------------------------------
 def steps_at_launches(folder: Path) -> list[int]:
-    """Return the step of the newest checkpoint when each launch so far began, and now, in order.
+    """Return the step of the newest checkpoint at the begin of each launch so far, and now.
 
     -1 stands for no checkpoint. Call this when a launch begins, so that all its nodes read the same
     steps.
@@ -304,6 +304,6 @@ def requeue(folder: Path, steps: list[int], code: int) -> tuple[int, str]:
         reason = f"the newest checkpoint is at step {newest}"
     tries = 1 if code == 1 else STUCK_LAUNCHES
     if len(steps) >= tries and steps[-tries] >= (-1 if newest is None else newest):
-        reason += f"; launches that wrote no newer one: {tries}"
-        return 1, f"do not start the run again: {reason}"
-    return PREEMPTED, f"start the run again: {reason}"
+        reason += f"; {tries} launch(es) in a row wrote no newer one"
+        return 1, f"exit code 1, so the scheduler does not start the run again: {reason}"
+    return PREEMPTED, f"exit code 75, so the scheduler starts the run again: {reason}"

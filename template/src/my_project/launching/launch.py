@@ -20,10 +20,10 @@ node uses any free port. In this order, the command
    its own in <run folder>/logs/node_<n>/;
 5. forwards stop signals, so that the run saves and exits; leaves no process running;
 6. prints a summary (summary.py), and exits with the run's outcome: 0 finished; 75 preempted; 2 an
-   error that another attempt would repeat (a wrong setting); 1 any other error (a node that is late
-   or lost, an exception). --requeue is for a scheduler that restarts a run only after exit code 75.
-   It turns code 1 into 75 if this launch wrote a newer checkpoint, and code 75 into 1 after three
-   launches in a row that wrote none.
+   error that another attempt would repeat (a wrong setting, an exception in the code); 1 any other
+   error (a node that is late or lost, a full disk). --requeue is for a scheduler that restarts a
+   run only after exit code 75. It turns code 1 into 75 if this launch wrote a newer checkpoint, and
+   code 75 into 1 after three launches in a row that wrote none.
 """
 
 import argparse
@@ -106,7 +106,7 @@ RESTARTS = 3  # default of --max_restarts: consecutive restarts in place without
 NO_RESTARTS = Starts(folder=Path(), limit=0)
 RESTART_SECONDS = 60.0  # how long the nodes wait for each other after a failure
 GO_ON_SECONDS = 30.0  # the same if the run can go on without the missing nodes (--min_machines)
-# a file that is deleted at the end, so that even a full disk has room for how the run ended
+# a file that is deleted when a start ends, so that launcher.json can be written to a full disk
 RESERVE, RESERVE_BYTES = ".reserve", 1 << 16
 STATUS_SECONDS = 60.0  # how long a network file system may take to show a new status.json
 UNSUPPORTED = ("DeepSpeed", "Megatron-LM", "TPU", "FP8", "AWS", "MPI")  # accelerate's flag groups
@@ -152,7 +152,7 @@ class Launch:
     port: int  # on node 0
     precision: str
     gpus: int  # on each node; 0 for an accelerate config that trains on the CPU
-    own: argparse.Namespace  # the options of this module
+    own: argparse.Namespace  # the launcher's own options, see _parser
     config: Config
     # digest of the code (files.code_digest) when this launcher began its imports; "" on one node
     code: str
@@ -417,7 +417,7 @@ def _parser() -> argparse.ArgumentParser:
     }
     for name, (default, help_text) in options.items():
         parser.add_argument(f"--{name}", type=type(default), default=default, help=help_text)
-    text = "exit with 75 after an error if this launch saved; with 1 after 3 launches that did not"
+    text = "code 75 in place of 1 if this launch saved; 1 in place of 75 after 3 that did not"
     parser.add_argument("--requeue", action="store_true", help=text)
     return parser
 
@@ -894,7 +894,7 @@ def starts_again(
         wait = launch.own.wait_for_node_0 * bool(launch.node_rank)
         seconds = max(wait, GO_ON_SECONDS if launch.own.min_machines else RESTART_SECONDS)
         if has_saved and launch.node_rank:
-            seconds = wait  # no longer: if node 0 has left too, the run has ended
+            seconds = wait  # not longer: if node 0 has left too, the run has ended
         if not has_saved:
             others.tell_failure()
         if others.lost and others.lost.rank == 0 and not launch.own.wait_for_node_0:

@@ -48,7 +48,7 @@ class Node:
     """What a node sends about itself."""
 
     rank: int  # the number of the node; `nodes` or more for a spare
-    nodes: int  # how many nodes train
+    nodes: int  # how many nodes train if none is missing (--num_machines)
     min_nodes: int  # how many nodes are enough to go on when others have left; 0: all are needed
     world_size: int  # the number of processes on `nodes` nodes
     run: str  # the module and its arguments; the same on every node
@@ -145,8 +145,8 @@ class OtherNodes:
     """The launchers of the other nodes: node 0 is connected to all, the others only to node 0.
 
     The kernel checks whether a host answers (TCP keepalive), so a launcher that is suspended or
-    waits for storage does not count as lost. Nor does a launcher that has ended: its processes save
-    before they end.
+    waits for storage does not count as lost. Nor does a launcher that has ended: its processes see
+    that, and save before they end.
     """
 
     def __init__(
@@ -239,8 +239,8 @@ class OtherNodes:
 
         Args:
             code: the exit code, given by node 0 at the end of the run; None otherwise.
-            may_return: node 0 was told to stop, but perhaps not the other nodes, which may wait for
-                a new node 0.
+            may_return: a new node 0 may come, since perhaps only this node was told to stop; the
+                others wait for it if they were told to.
         """
         for connection in self._connections:
             if code is not None:
@@ -476,7 +476,7 @@ class OtherNodes:
         """Have all nodes connect to each other; return False to retry without silent nodes."""
         failures, silent = self._probes(chosen)
         if failures and not silent and me.min_nodes:
-            # a node that left after its own probes does not answer in this second round
+            # perhaps a node has left since its own probes: in a second round it does not answer
             failures, silent = self._probes(chosen)
         if silent and 1 + len(chosen) - len(silent) >= me.required_nodes:
             for connection in silent:
@@ -524,7 +524,8 @@ class OtherNodes:
                 failure = error
             self.close()
             if self._is_waiting:  # the run has lost its node 0
-                deadline = time.monotonic() + self._node_0_seconds
+                seconds = self._node_0_seconds
+                deadline = time.monotonic() + seconds
             if time.monotonic() > say_at:
                 say_at = time.monotonic() + SAY_SECONDS
                 say(f"waiting for node 0 at {self._address}:{self._port} ({failure})")

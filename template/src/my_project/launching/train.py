@@ -87,7 +87,7 @@ def choose(options: argparse.Namespace, batches: BatchesConfig) -> tuple[Path, i
     limit = max_processes(batches)
     processes = options.num_processes or max(1, min(gpus, limit))
     if not options.num_processes and gpus > limit:
-        print(f"{processes} of {gpus} GPUs: a global batch has {limit} micro-batches", flush=True)
+        print(f"using {processes} of {gpus} GPUs: {limit} micro-batches per step", flush=True)
     if not options.where:
         names = ("gpu", "multi_gpu") if gpus else ("cpu", "cpu_2_processes")
         path = find_where(names[processes > 1])
@@ -146,7 +146,7 @@ def print_estimate(config: Config, folder: Path) -> None:
     steps = config.steps or max(1, round((config.epochs or 0) * (samples // size)))
     pairs = []
     if rate:
-        whole = f"{steps} steps: about {format_seconds(steps * size / rate)} without pauses"
+        whole = f"{steps} steps: about {format_seconds(steps * size / rate)}, plus evaluations"
         pairs = [
             ("step", f"{size / rate:.3g} s, {rate:.4g} samples per second, in the second step"),
             ("memory", f"{last.number('peak_memory_bytes') / 1e6:.0f} MB at the peak of a process"),

@@ -120,8 +120,8 @@ def has_getitems(data: Any) -> bool:
 def tell_epoch(data: Any, epoch: int, seed: int) -> None:
     """Call the `set_epoch` of a dataset, if it has one and was last told a different epoch.
 
-    Random numbers that `set_epoch` draws depend on the epoch. The epoch is kept in the dataset
-    itself, since training and evaluations may share it, and each loader worker has a copy.
+    Random numbers that `set_epoch` draws depend on the epoch. The last epoch is kept in the dataset
+    itself, since training and evaluations may share a dataset, and each worker has a copy of it.
     """
     if callable(set_epoch := getattr(data, "set_epoch", None)):
         attributes = getattr(data, "__dict__", {})
@@ -208,7 +208,7 @@ def on_device(batches: Iterable[Any], device: torch.device) -> Iterator[Any]:
 
 # ---- the processes that load data ----------------------------------------------------------------
 def cpus_per_process() -> float:
-    """Count the CPUs that this process may use, from its affinity and the container's quota."""
+    """Return this process's share of the CPUs that affinity and the container's quota allow."""
     cpus: float = os.cpu_count() or 1
     if hasattr(os, "sched_getaffinity"):
         cpus = len(os.sched_getaffinity(0))

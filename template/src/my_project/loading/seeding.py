@@ -27,7 +27,7 @@ KNOWN_SEED = 20_261_122  # a number that other code is unlikely to use
 FROM_KNOWN_SEED = random.Random(KNOWN_SEED).random()
 NUMPY_FROM_KNOWN_SEED = np.random.RandomState(KNOWN_SEED).random_sample()
 SeedSamples = Literal["auto", True, False]  # see BatchesConfig.seed_samples
-# identifies a sample: (epoch, index); a lane or an evaluation may stand in for the epoch
+# identifies a sample: (epoch, index), or a lane of a stream or an evaluation and the index
 Key = tuple[int | str, int]
 
 
@@ -67,7 +67,7 @@ class Permutation:
         self.keys = [np.uint64(derive_seed(*seed, number)) for number in range(ROUNDS)]
 
     def __call__(self, positions: np.ndarray) -> np.ndarray:
-        """Return the samples at these positions, an array of integers below `size` of any shape."""
+        """Return the samples at these positions, an array of any shape of integers below `size`."""
         flat = self._encrypt(positions.astype(np.uint64).ravel())
         while len(beyond := np.flatnonzero(flat >= self.size)):
             flat[beyond] = self._encrypt(flat[beyond])

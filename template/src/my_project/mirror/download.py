@@ -85,16 +85,16 @@ def fetch_run(
     is_copy: bool = False,
     only: int | None = None,
 ) -> None:
-    """Bring a run folder up to date with its mirror, unless it has the newest intact checkpoint.
+    """Fetch what a run folder lacks, unless the mirror has no newer intact checkpoint than it.
 
     run.json is written last, so the next call repeats a fetch that was killed.
 
     Args:
         store: the mirror.
         folder: the run folder, or the path that it will have.
-        starts_over: whether --resume never is given.
+        starts_over: whether `--resume never` was given.
         is_copy: whether the folder is a copy, in which nothing is trained.
-        only: the step of the only checkpoint that is needed; None: any.
+        only: the step of the only checkpoint to fetch; None: fetch the newest intact one.
 
     Raises:
         ConfigError: the mirror holds a different run.
@@ -130,7 +130,8 @@ def fetch_run(
         if name in names:
             _fetch_text(store, folder / name)
     if "evaluations.jsonl" in names and not (folder / "evaluations.jsonl").exists():
-        _fetch_text(store, folder / "evaluations.jsonl")  # a follower writes to an existing one
+        # an existing one is not replaced, since evaluate --follow may be appending to it
+        _fetch_text(store, folder / "evaluations.jsonl")
     codes = [name for name in names if re.fullmatch(r"starts/[\w.-]+/[\w.-]+", name)]
     transfer(store.fetch, codes, map(folder.joinpath, codes))
     _fetch_metrics(store, folder / "metrics.jsonl", chain(parts_among(names)))
@@ -185,7 +186,7 @@ def _fetch_folder(
 ) -> bool:
     """Fetch a folder of the run; if it is intact, put it in place; return whether it is intact."""
     final = folder / name
-    # clean_up removes folders with such names
+    # after a kill, resuming.clean_up removes folders with such names
     temporary = final.with_name(f".{final.name}_0_{uuid.uuid4().hex}{PARTIAL}")
     try:
         with suppress(FileNotFoundError):  # the folder was removed or replaced just now
@@ -264,7 +265,7 @@ def fetch_next(given: str, is_wanted: Callable[[dict[str, str]], bool]) -> None:
 
 
 def send_evaluations(given: str, path: Path) -> None:
-    """Upload evaluations.jsonl to the run's mirror; after a failure, the next line tries again.
+    """Upload evaluations.jsonl to the run's mirror, after each new line; log a failure.
 
     Args:
         given: the URL of the run; nothing is done for a path.

@@ -201,7 +201,7 @@ class Mirror:
         if not self.has_other_disk:
             return
         own = [path for path in temporary.iterdir() if f"rank_{self.run.rank:05d}" in path.name]
-        # the report comes last
+        # the report (written.rank_* or failed.rank_*) comes last: rank 0 waits for it
         for path in sorted(own, key=lambda path: path.suffix != ".safetensors"):
             self.store.write(f"{PARTS}/{temporary.name}/{path.name}", path)
             path.unlink()
