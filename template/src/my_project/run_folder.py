@@ -291,8 +291,8 @@ class Run:
             is_ours = False
         if not is_ours:
             raise files.TransientError(
-                f"{self.folder} has been moved or removed since this launch locked it, so nothing more"
-                " is written there: start again, or choose another --run_name."
+                f"{self.folder} has been moved or removed since this launch locked it, so nothing"
+                " more is written there: start again, or choose another --run_name."
             )
         if not self.is_current:
             raise files.TransientError(
