@@ -64,8 +64,8 @@ ROOMS = (
     ),
     Room(
         name="commands",
-        goes="There are no commands `evaluate` (nor `make evaluate`), `predict` and `export`, and no"
-        " protection from a stranger's folder of weights. Runs still write `export/`.",
+        goes="There are no commands `evaluate` (nor `make evaluate`), `predict`, `export`, and no"
+        " protection from a stranger's folder of weights. Runs still export their weights.",
         files=("commands.py", "weights.py", "safety/trust.py", "safety/search_path.py"),
         word=r"search_path|\bcommands\b",
         lines={"__main__.py": 8},

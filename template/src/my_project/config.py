@@ -279,8 +279,8 @@ class Config:
     """Name of the run folder; on the command line, the default is the config file's name, with the
     settings on the command line that change the training curve."""
     runs_folder: str = may_change("runs")
-    """Folder that contains the run folders; for several nodes on shared storage, unless
-    checkpoints.mirror is set."""
+    """Folder that contains the run folders; for several nodes usually on shared storage
+    (docs/clusters.md)."""
     resume: str = may_change("auto")
     """auto: continue this run if it exists; never: move it aside and start again from step 0; or
     the path of a checkpoint to continue from, with its step and its optimizer. To start from

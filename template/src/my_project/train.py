@@ -82,7 +82,7 @@ class Training:
     wrapped_model: nn.Module  # the model in DDP or FSDP2, autocast and torch.compile
     # not wrapped in DDP, because the ranks evaluate different numbers of batches
     eval_model: contract.RecipeModule
-    forward: Callable[..., Any]  # called in training: wrapped_model or statistics.forward
+    forward: Callable[..., Any]  # called in training: wrapped_model, or a method that calls it
     parameters: list[nn.Parameter]  # the trained ones, with requires_grad
     optimizer: torch.optim.Optimizer
     scaler: torch.amp.GradScaler | None  # scales the loss in fp16

@@ -276,7 +276,7 @@ class Checkpoints:
         self._start(folder.name, f"{folder.name}/", write_all, parts, temporary)
 
     def _reader(self, folder: Path) -> Read:
-        """Return a function that reads the weights to evaluate: the EMA's, if there is one."""
+        """Return a function that reads the weights of a checkpoint that evaluations use."""
         read: Read = TensorReader(folder, "model").read
         if self.ema:
             read = self.ema.reader(folder, read, self.first_names)

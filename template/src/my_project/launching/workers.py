@@ -31,7 +31,7 @@ SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
 # A second stop signal kills the run, but only if it comes this long after the first: launchers and
 # schedulers send each signal twice, at almost the same time.
 KILL_AFTER_SECONDS = 5.0
-STOPPING = "stopping; in the loop, the run saves within two steps; send it again after 5 s to kill"
+STOPPING = "stopping; the run saves within two steps; send the signal again after 5 s to kill it"
 NOTHING_RUNS = "stopped while no process was running; the same command goes on"
 ENDING = "no process is running, and none will be started"
 POLL_SECONDS = 0.1
