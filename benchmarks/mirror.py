@@ -85,7 +85,7 @@ def make_saver(folder: Path, parameters: int, url: str):
     run = Run(config, 0)
     run.hosts = ["localhost"]
     run.begin()
-    saver = saving.Checkpoints(run, model, optimizer, None, None)
+    saver = saving.Checkpoints(run, model, optimizer, None)
     saver.mirror = Mirror(saver)
     saver.mirror.begin()
     step()

@@ -77,7 +77,7 @@ def main() -> None:
             runs_folder=folder,
             run_name=kind,
         )
-        return saving.Checkpoints(Run(config, 0), model, optimizer, None, None)
+        return saving.Checkpoints(Run(config, 0), model, optimizer, None)
 
     def take_step(seconds: list[float]) -> None:
         start = time.perf_counter()

@@ -115,16 +115,17 @@ ROOMS = (
         goes="run.json does not record the code, packages and command of a run, no start keeps the"
         " code that it ran, there is no `runs --reproduce`, and preflight compares no packages.",
         files=("provenance.py", "tools/reproduce.py"),
-        word=r"provenance|\binstalled\(|reproduce",
+        word=r"provenance|\binstalled\(|code_digest|reproduce",
         lines={
             "run_folder.py": 4,
             "manifest.py": 1,
             "checkpoint/saving.py": 1,
             "checkpoint/exporting.py": 1,
-            "tools/preflight.py": 2,
+            "launching/launch.py": 4,
+            "tools/preflight.py": 3,
             "tools/runs.py": 5,
         },
-        most=15,  # it is in checkpoints and exports too
+        most=20,  # it is in checkpoints and exports too, and launchers compare the code
     ),
     Room(
         name="ema",
@@ -132,8 +133,8 @@ ROOMS = (
         files=("ema.py",),
         word=r"\bema\b|EMA|\bema_|_ema\b",
         lines={
-            "train.py": 9,
-            "checkpoint/saving.py": 10,
+            "train.py": 8,
+            "checkpoint/saving.py": 9,
             "checks/recipe.py": 4,
             "commands.py": 4,
             "weights.py": 3,

@@ -94,7 +94,9 @@ def damages(path: Path):
 def make_checkpoints(config: Config) -> saving.Checkpoints:
     model = config.recipe.build_model({"features": 6})
     optimizer = optim.build_optimizer(config.optim, config.recipe, model)
-    return saving.Checkpoints(Run(config, 0), model, optimizer, None, ema.EMA(model, 0.8))
+    saver = saving.Checkpoints(Run(config, 0), model, optimizer, None)
+    saver.ema = ema.EMA(model, 0.8)
+    return saver
 
 
 def put_back(config: Config) -> None:

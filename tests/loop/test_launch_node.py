@@ -19,7 +19,7 @@ from accelerate.commands import launch as accelerate_launch
 from accelerate.commands.config.config_args import ClusterConfig
 from accelerate.utils import ComputeEnvironment, DistributedType
 from documents import HAS_LAUNCHERS, HAS_TOOLS, PROJECT
-from my_project import exits, failures, files, run_files
+from my_project import exits, failures, provenance, run_files
 from my_project.config import ConfigError
 from my_project.files import TransientError, read_json, wait_until
 from my_project.launching import launch, nodes, workers
@@ -330,7 +330,7 @@ def test_the_launcher_tells_other_nodes_no_secret(tiny, monkeypatch):
 
 
 def test_the_code_of_a_node_is_the_loops_and_its_recipes(tmp_path, monkeypatch):
-    monkeypatch.setattr(files, "__file__", str(tmp_path / "project/files.py"))
+    monkeypatch.setattr(provenance, "__file__", str(tmp_path / "project/provenance.py"))
     own = ModuleType("own")
     own.__file__ = str(tmp_path / "own.py")
     monkeypatch.setitem(sys.modules, "own", own)
@@ -342,14 +342,15 @@ def test_the_code_of_a_node_is_the_loops_and_its_recipes(tmp_path, monkeypatch):
         path = tmp_path / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text("")
-        before = files.code_digest(recipe)
+        before = provenance.code_digest(recipe)
         path.write_text("x = 1")
-        digests.append(files.code_digest(recipe) != before)
+        digests.append(provenance.code_digest(recipe) != before)
     assert digests == [True, True, False, False, False, False]
     (tmp_path / "project/lock.py").symlink_to("me@host.1234")  # an editor's lock file
-    assert files.code_digest(recipe)
+    assert provenance.code_digest(recipe)
     plain, inherits = (type("Own", kinds, {"__module__": "own"})() for kinds in ((), (Launcher,)))
-    assert files.code_digest(plain) != files.code_digest(inherits), "its class is of the project"
+    digest = provenance.code_digest
+    assert digest(plain) != digest(inherits), "its class is of the project"
 
 
 @pytest.mark.parametrize(("method", "known"), [("fork", "1111"), ("spawn", "2222")])

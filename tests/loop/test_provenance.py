@@ -193,7 +193,7 @@ def test_checkpoints_and_exports_say_where_they_come_from(tmp_path):
     saved = read_manifest(config.folder / "checkpoints/step_00000002")["provenance"]
     assert saved == exported
     assert saved["run"] == about["run"]
-    assert saved["code"] == provenance.modules_digest(config)
+    assert saved["code"] == provenance.code_digest(config.recipe)
     assert saved["config"] == (config.folder / "config.yaml").read_text()
     assert saved["packages"]["torch"] == provenance.version("torch")
     assert (config.folder / "starts" / saved["start"] / "start.json").is_file()

@@ -13,6 +13,7 @@ import pytest
 import torch
 from my_project import provenance, run_files, step_sums
 from my_project.config import Config
+from my_project.launching import attempts
 from my_project.loading.layout import batch_layout
 from my_project.manifest import read_manifest
 from my_project.records import performance, recorder
@@ -105,7 +106,7 @@ def test_a_record_has_the_time_of_its_own_steps(tmp_path, clock):
         rate = record["samples_per_second"]
         assert rate == pytest.approx(16 / record["step_seconds"], rel=1e-3)
         assert record["items_per_second"] == pytest.approx(rate / 16, rel=1e-3), "one each step"
-    assert log.of_run() == {"samples per second": 8 * 16 / (4 + 8 + 18 + 2)}
+    assert log.fields("of_run") == {"samples per second": 8 * 16 / (4 + 8 + 18 + 2)}
     # the wait for data in two steps, and each pause
     seconds = [0.5, 100, 100]
     shares = [records(log.run.config)[2][name] for name in SHARES]
@@ -363,7 +364,7 @@ def test_a_start_reads_as_much_of_a_long_run_as_of_a_short_one(tmp_path, monkeyp
         assert file.path.read_bytes() == b"".join(lines[:-5])
         assert file.newest == {"interval": length}
         assert file.elapsed_before == (length - 5) / 10
-        assert run_files.last_record(file.run.folder).step == length - 5
+        assert attempts.last_record(file.run.folder).step == length - 5
         assert len(read) == 8
 
 

@@ -14,12 +14,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
 from .config import Config, ConfigError
-from .exits import make_parser, run, run_on_all_ranks
+from .exits import run, run_on_all_ranks
 from .process import LAUNCHER
 from .recipe import PARAMETERS, DataInfo, Datasets, Recipe, optional
 from .run_files import local_folder
 from .safety.search_path import run_folder
-from .words import format_metric, rendered, say
+from .words import format_metric, make_parser, rendered, say
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -58,6 +58,12 @@ def evaluate(words: list[str]) -> None:
     run_on_all_ranks(print_evaluation, arguments, output)
 
 
+def refuse_damaged(folder: Path, problem: str) -> None:
+    """Raise a ConfigError if the checkpoint has a problem."""
+    if problem:
+        raise ConfigError(f"{folder} cannot be used: {problem}; give another checkpoint.")
+
+
 def print_evaluation(arguments: argparse.Namespace, output: TextIO | None = None) -> int:
     """Evaluate and print the metrics, one per line, or as JSON with --json.
 
@@ -76,7 +82,7 @@ def print_evaluation(arguments: argparse.Namespace, output: TextIO | None = None
     with start_accelerator(config) as accelerator:
         is_export = weights.is_export(folder)
         if not is_export:
-            resuming.refuse_damaged(folder, resuming.find_damage_together(accelerator, folder))
+            refuse_damaged(folder, resuming.find_damage_together(accelerator, folder))
             weights.refuse_trained_view(folder)
         if is_export and optional(config.recipe, "load"):
             plain = weights.load_model(folder, config, data_info)
@@ -254,7 +260,6 @@ def write_one_file(arguments: argparse.Namespace) -> int:
 
     Only one tensor at a time is in memory. The file gets its final name when it is complete.
     """
-    from .checkpoint.resuming import refuse_damaged
     from .checkpoint.shards import TensorReader, in_file_order, save_tensors
     from .files import flush_to_disk
     from .manifest import find_damage

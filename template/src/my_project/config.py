@@ -15,6 +15,7 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
+from operator import attrgetter
 from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, Literal, TypeAlias, Union, get_args, get_origin
@@ -345,17 +346,14 @@ class Config:
         return Path(self.runs_folder) / self.run_name
 
 
-def check_limits(settings: Any, prefix: str = "") -> None:
+def check_limits(config: Config) -> None:
     """Refuse a value that does not have the type of its field, or is outside its limits."""
-    for f in dataclasses.fields(settings):
-        name, value = f"{prefix}{f.name}", getattr(settings, f.name)
-        if dataclasses.is_dataclass(value) and name != "recipe":
-            check_limits(value, f"{name}.")
-            continue
-        least, most = f.metadata.get("least", -math.inf), f.metadata.get("most", math.inf)
+    for name, kind, limits in each_setting():
+        value = attrgetter(name)(config)
+        least, most = limits.get("least", -math.inf), limits.get("most", math.inf)
         is_within = not isinstance(value, (int, float)) or least <= value <= most
-        if not (is_within and fits(value, f.type)):
-            raise wrong_value(name, value, f.type, f.metadata)
+        if not dataclasses.is_dataclass(value) and not (is_within and fits(value, kind)):
+            raise wrong_value(name, value, kind, limits)
 
 
 # ---- the values of a setting ---------------------------------------------------------------------

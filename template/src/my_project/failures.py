@@ -17,7 +17,6 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
-from multiprocessing import shared_memory, synchronize
 from pathlib import Path
 from typing import NoReturn
 
@@ -204,12 +203,16 @@ def exception_cause(error: BaseException) -> str:
     for kind in type(error).__mro__:
         if kind.__name__ in TYPES:
             return TYPES[kind.__name__]
-    if errno_name(error) in FULL_DISK:
-        return "full shared memory" if _is_semaphore_error(error) else "full disk"
+    frames = traceback.extract_tb(error.__traceback__)
+    file = Path(frames[-1].filename if frames else "")  # the file that raised it
+    is_multiprocessing = file.parent.name == "multiprocessing"
+    if errno_name(error) in FULL_DISK:  # multiprocessing keeps semaphores and buffers in /dev/shm
+        is_shared = is_multiprocessing and file.stem in ("synchronize", "shared_memory")
+        return "full shared memory" if is_shared else "full disk"
     if errno_name(error) in ("EMFILE", "ENFILE"):
         return "too many open files"
-    if _is_multiprocessing_error(error):
-        return "loader worker"
+    if is_multiprocessing and isinstance(error, (ConnectionError, EOFError, FileNotFoundError)):
+        return "loader worker"  # the connection to a worker broke, or its socket is gone
     causes = (cause for cause, pattern in SENTENCES.items() if pattern.search(str(error)))
     cause = next(causes, "exception")
     # when torch loses contact, it raises a RuntimeError; a ConnectionError is the user's
@@ -234,20 +237,6 @@ def errno_name(error: BaseException) -> str | None:
     """Return the name of the errno of an exception or of its cause, such as ENOSPC."""
     number = getattr(error, "errno", None) or getattr(error.__cause__, "errno", None)
     return errno.errorcode.get(number) if isinstance(number, int) else None
-
-
-def _is_multiprocessing_error(error: BaseException) -> bool:
-    """Return whether the connection to a loader worker broke, or its socket is gone."""
-    frames = traceback.extract_tb(error.__traceback__)
-    if not isinstance(error, (ConnectionError, EOFError, FileNotFoundError)) or not frames:
-        return False
-    return os.path.basename(os.path.dirname(frames[-1].filename)) == "multiprocessing"
-
-
-def _is_semaphore_error(error: BaseException) -> bool:
-    """Return whether multiprocessing could not create a semaphore or a buffer in /dev/shm."""
-    frames = traceback.extract_tb(error.__traceback__)
-    return bool(frames) and frames[-1].filename in (synchronize.__file__, shared_memory.__file__)
 
 
 # ---- error files ---------------------------------------------------------------------------------

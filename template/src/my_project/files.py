@@ -5,7 +5,6 @@ module of the project.
 """
 
 import errno
-import hashlib
 import json
 import logging
 import math
@@ -270,28 +269,6 @@ def read_yaml(path: Path, *, follow: bool = True) -> dict[str, Any]:
     if not isinstance(settings, dict):
         raise ConfigError(f"{path} holds a {type(settings).__name__}, not named settings.")
     return settings
-
-
-def code_digest(recipe: object) -> str:
-    """Return a hash of the source files of the loop, the recipe, and the recipe's base classes.
-
-    Tools and other recipes are left out, since they may be edited while a run is under way.
-    """
-    package, kinds = Path(__file__).parent, type(recipe).__mro__
-    names = [kind.__module__ for kind in kinds if kind.__module__.startswith(f"{__package__}.")]
-    modules = [sys.modules.get(name) for name in (type(recipe).__module__, *names)]
-    paths = {Path(getattr(module, "__file__", None) or "") for module in modules}
-    for path in package.rglob("*.py"):
-        # editors, and copies from macOS, leave files with other names beside a module
-        is_module = path.stem.isidentifier()
-        if is_module and path.relative_to(package).parts[0] not in ("recipes", "tools"):
-            paths.add(path)
-    hashes = [
-        (path.name, hashlib.sha256(path.read_bytes()).hexdigest())
-        for path in paths
-        if path.is_file()  # not a broken link, with which an editor locks a file
-    ]
-    return hashlib.sha256(str(sorted(hashes)).encode()).hexdigest()[:8]
 
 
 def is_number(value: Json) -> TypeGuard[float]:

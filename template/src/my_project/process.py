@@ -147,12 +147,6 @@ def can_redraw() -> bool:
     return sys.stdout.isatty() and os.environ.get("TERM") not in ("dumb", "unknown")
 
 
-def say_that_it_imports() -> None:
-    """Print on a terminal what a command spends its first seconds on."""
-    if can_redraw():
-        print("importing torch and the recipe", flush=True)
-
-
 class _DroppingFile(io.FileIO):
     """A file that drops data that cannot be written: its reader may be gone, or its disk full."""
 

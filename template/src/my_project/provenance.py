@@ -38,7 +38,6 @@ from .files import discard, flush_to_disk, from_object, open_own, read_json
 from .manifest import put_in_place
 from .safety.redaction import (
     MASK,
-    RECORDED_VARIABLES,
     is_masked,
     is_secret,
     mask,
@@ -52,6 +51,11 @@ RECORDED_PACKAGES = ("torch", "accelerate", "safetensors", "torchmetrics", "nump
 MOST_BYTES = 1_000_000  # maximum size of the code that a start keeps
 MOST_CHANGED_BYTES = 64_000_000  # maximum size of the changed files that git compares
 GIT_SECONDS = 10.0
+# The environment variables that run.json records, unless their names are those of secrets.
+RECORDED_VARIABLES = re.compile(
+    r"(ACCELERATE|CUBLAS|CUDA|FSDP|GLOO|NCCL|OMP|PARALLELISM_CONFIG|PYTORCH|TORCH|TORCHELASTIC)_\w+"
+    r"|SLURM_(JOB_ID|JOB_NUM_NODES|RESTART_COUNT)|(LOCAL_)?WORLD_SIZE|MASTER_(ADDR|PORT)|FI_EFA_\w+"
+)
 LITERAL = re.compile(  # in Python: name = "value", name: str = "value", "name": "value"
     r"""(?P<name>[\w.-]+)
     (?P<sign>["']?\]?\s*(?::[\w\s.|\[\]]+)?[=:]=?\s*[rbfu]{0,2}(?P<quote>["']))
@@ -67,7 +71,7 @@ class Origin:
     run: str = ""
     start: str = ""  # the folder in starts/ that contains the code; "" if it was not kept
     commit: str | None = None
-    code: str = ""  # the result of modules_digest
+    code: str = ""  # the result of code_digest
     packages: dict[str, str] = field(default_factory=dict)  # imported distributions
     config: str = ""  # the settings, as in config.yaml
 
@@ -76,7 +80,7 @@ class Origin:
 class Kept:
     """The content of start.json."""
 
-    code: str  # the result of modules_digest
+    code: str  # the result of code_digest
     package: str = PACKAGE
     python: str = platform.python_version()
     packages: dict[str, str] = field(default_factory=dict)  # imported distributions
@@ -108,11 +112,26 @@ def modules() -> list[Path]:
     return sorted(path for path in Path(__file__).parent.rglob("*.py") if path.is_file())
 
 
-def modules_digest(config: Config) -> str:
-    """Return a hash of the project's modules and the recipe's module."""
-    recipe = inspect.getsourcefile(type(config.recipe))
-    hashes = [source_hash(path) for path in (*modules(), recipe)]
-    return hashlib.sha256(str(hashes).encode()).hexdigest()[:8]
+def code_digest(recipe: object) -> str:
+    """Return a hash of the source files of the loop, the recipe, and the recipe's base classes.
+
+    Tools and other recipes are left out, since they may be edited while a run is under way.
+    """
+    package, kinds = Path(__file__).parent, type(recipe).__mro__
+    names = [kind.__module__ for kind in kinds if kind.__module__.startswith(f"{__package__}.")]
+    modules = [sys.modules.get(name) for name in (type(recipe).__module__, *names)]
+    paths = {Path(getattr(module, "__file__", None) or "") for module in modules}
+    for path in package.rglob("*.py"):
+        # editors, and copies from macOS, leave files with other names beside a module
+        is_module = path.stem.isidentifier()
+        if is_module and path.relative_to(package).parts[0] not in ("recipes", "tools"):
+            paths.add(path)
+    hashes = [
+        (path.name, hashlib.sha256(path.read_bytes()).hexdigest())
+        for path in paths
+        if path.is_file()  # not a broken link, with which an editor locks a file
+    ]
+    return hashlib.sha256(str(sorted(hashes)).encode()).hexdigest()[:8]
 
 
 def installed(source: str | None = None) -> dict[str, str]:
@@ -214,7 +233,7 @@ def keep_code(run_folder: Path, config: Config, run: str, start: str) -> Origin:
     """
     imported = imported_distributions()
     packages = {name: release for name, (release, _) in imported.items()}
-    kept = Kept(code=modules_digest(config), packages=packages)
+    kept = Kept(code=code_digest(config.recipe), packages=packages)
     starts = run_folder / "starts"
     try:
         starts.mkdir(exist_ok=True)

@@ -37,7 +37,10 @@ MAX_STEP = 2**53  # a float represents every smaller step exactly
 
 @dataclass(frozen=True, kw_only=True)
 class Status:
-    """The content of status.json; a field whose value has a wrong type gets its default."""
+    """The content of status.json, "" as outcome if it is missing or damaged.
+
+    A field whose value has a wrong type gets its default.
+    """
 
     outcome: str = ""
     step: int = 0
@@ -61,21 +64,13 @@ class Status:
         failure = self.failure and replace(self.failure, frames=(), details="").to_json()
         return {**vars(self), "failure": failure}
 
-    @property
-    def is_damaged(self) -> bool:
-        """Return whether status.json is missing or damaged: an intact one has an outcome."""
-        return not self.outcome
-
-    @property
-    def calendar(self) -> dict[str, float]:
-        """Return the goodput over the time since the first launch; {} if it is not known."""
-        goodput = (self.goodput or {}).get("calendar")
-        return goodput if isinstance(goodput, dict) else {}
-
 
 @dataclass(frozen=True, kw_only=True)
 class RunInfo:
-    """The content of run.json; a field whose value has a wrong type gets its default."""
+    """The content of run.json, "" as launch if it is missing or damaged.
+
+    A field whose value has a wrong type gets its default.
+    """
 
     format: int = 0
     run: str = ""
@@ -95,11 +90,6 @@ class RunInfo:
     git_commit: str | None = None
     git_dirty: bool | None = None
     environment: dict[str, str] = field(default_factory=dict)
-
-    @property
-    def is_damaged(self) -> bool:
-        """Return whether run.json is missing or damaged: an intact one has a start's token."""
-        return not self.launch
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -336,15 +326,6 @@ def lines(folder: Path) -> list[StartLine]:
             with suppress(ValueError, TypeError, RecursionError):
                 intact.append(from_object(StartLine, json.loads(text)))
     return intact
-
-
-def last_record(folder: Path) -> Record:
-    """Return the last record of metrics.jsonl; if there is none, a record of step 0."""
-    with suppress(OSError):  # there are none yet, or the storage is gone
-        for _, _, record in each_record_backward(folder / "metrics.jsonl"):
-            if not record.is_damaged:
-                return record
-    return Record(step=0)
 
 
 def records(folder: Path, kind: str = "") -> Iterator[Record]:

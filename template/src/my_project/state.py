@@ -18,15 +18,6 @@ from .run_folder import Run
 
 logger = logging.getLogger(__name__)
 
-EVALUATION = (
-    "results",
-    "evaluated_step",
-    "best",
-    "best_of",
-    "best_step",
-    "evaluations_since_best",
-    "lr_reductions",
-)  # the fields of TrainState that an evaluation sets
 ROUNDING = 1e-6  # relative; sums on another CPU or world size differ by less
 
 

@@ -94,7 +94,7 @@ class RunningStatistics:
         if not self.has_parts:
             self.start = statistics, calls
         elif self.micro_batch < self.layout.micro_batches:  # not a repeat of the first
-            self._add(self.reader.current.rest, statistics, calls)
+            self._add(self.reader.both[0].rest, statistics, calls)
         self.micro_batch += self.layout.world_size
         return returned
 

@@ -161,11 +161,6 @@ class DelayedReader:
         for sums in self.both:
             sums.allocate(sums.tensor.new_zeros(len(sums.tensor) + size))
 
-    @property
-    def current(self) -> StepSums:
-        """Return the sums of this step."""
-        return self.both[0]
-
     def begin(self) -> StepSums:
         """Begin a step: return its sums, which are zero."""
         self.both.reverse()

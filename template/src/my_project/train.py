@@ -36,7 +36,7 @@ from .loading.layout import (
     lengths,
     total_steps,
 )
-from .loading.loader import IndexedBatches
+from .loading.loader import indexed_batches
 from .loading.prepare import prepare_data
 from .loading.seeding import seed_forward
 from .loading.streams import StreamBatches
@@ -170,15 +170,9 @@ def build(
     checks.compare(model, is_resumed=bool(resume_from))
     optimizer = optim.build_optimizer(config.optim, config.recipe, model)
     wrapped, eval_model = parallel.prepare(accelerator, config, model, optimizer, weights)
-    ema = build_ema(config, model, optimizer)
     scaler = accelerator.scaler  # None unless fp16
-    checkpoints = Checkpoints(
-        run,
-        model,
-        optimizer,
-        scaler,
-        ema,
-    )
+    checkpoints = Checkpoints(run, model, optimizer, scaler)
+    ema = checkpoints.ema = build_ema(config, model, optimizer)
     state = TrainState()
     if resume_from:
         state.restore(checkpoints.resume(resume_from), config)
@@ -189,7 +183,7 @@ def build(
         run.write_status("running")
 
     steps = range(state.step, run.total_steps)
-    make_batches: Any = IndexedBatches
+    make_batches: Any = indexed_batches
     if is_stream(train_set):
         make_batches = partial(StreamBatches, states=state.stream_states)
     batches = make_batches(config, train_set, layout, steps, accelerator)
@@ -397,7 +391,7 @@ def finish(t: Training, end_reason: str) -> int:
     t.accelerator.wait_for_everyone()
     checkpoints.check("checkpoint", "best", "export")
     if run.rank == 0:
-        result = state.results | t.recorder.of_run()
+        result = state.results | t.recorder.fields("of_run")
         patience = t.config.evaluation.patience if state.step < run.total_steps else 0
         note = checkpoints.note
         run.write_status("finished", end_reason, note=note, result=result, patience=patience)

@@ -1,10 +1,11 @@
-"""Format durations, numbers, plurals and paths as text; print text without control characters."""
+"""Format durations, numbers, plurals and paths as text; print text safely; parse command lines."""
 
+import argparse
 import io
 import math
 import os
-import shlex
 import sys
+from inspect import cleandoc
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -63,19 +64,11 @@ def rendered(answer: Any) -> str:
     return file.getvalue()
 
 
-WIDTH = 80  # characters in the rule above a block
-
-
-def rows(pairs: list[tuple[str, str]]) -> list[str]:
-    """Return names and values in two columns, without pairs whose value is empty."""
-    return [f"  {name:8} {value}" for name, value in pairs if value]
-
-
-def print_block(title: str, lines: list[str], *, to: TextIO | None = None) -> None:
-    """Print a rule with a title, and the lines below it."""
-    say(f"--- {title} ".ljust(WIDTH, "-"), *lines, to=to)
-
-
-def command_line(name: str, folder: Path) -> str:
-    """Return the command line that runs a command on a run folder."""
-    return f"python -m {PACKAGE} {name} {shlex.quote(str(folder))}"
+def make_parser(description: str | None, command: str = "") -> argparse.ArgumentParser:
+    """Return an argument parser for a command, by default named after its module."""
+    return argparse.ArgumentParser(
+        prog=f"python -m {__package__} {command or Path(sys.argv[0]).stem}",
+        description=cleandoc(description or ""),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )

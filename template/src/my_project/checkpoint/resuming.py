@@ -93,12 +93,6 @@ def find_damage_together(accelerator: Accelerator, folder: Path, *, is_shared: b
     return on_main_then_broadcast(accelerator, lambda: next(filter(None, problems), ""))
 
 
-def refuse_damaged(folder: Path, problem: str) -> None:
-    """Raise a ConfigError if the checkpoint has a problem."""
-    if problem:
-        raise ConfigError(f"{folder} cannot be used: {problem}; give another checkpoint.")
-
-
 def clean_up(run_folder: Path) -> None:
     """Remove what a killed save left, and put back what it had moved. Called by rank 0, first."""
     for name in ("export", "best"):

@@ -43,7 +43,7 @@ from ..manifest import Manifest, read_manifest
 from ..optim import has_two_views
 from ..run_files import checkpoint_step
 from ..run_folder import Run
-from ..state import EVALUATION, TrainState
+from ..state import TrainState
 from .resuming import kept_steps, move_newer_aside, remove
 from .shards import (
     Shard,
@@ -77,7 +77,6 @@ class Checkpoints:
         model: nn.Module,
         optimizer: torch.optim.Optimizer,
         scaler: torch.amp.GradScaler | None,
-        ema: EMA | None = None,
     ) -> None:
         self.run = run
         self.config = run.config
@@ -86,7 +85,7 @@ class Checkpoints:
         self.model = model
         self.optimizer = optimizer
         self.scaler = scaler
-        self.ema = ema
+        self.ema: EMA | None = None  # if the run has one
         self.names = {id(p): plain_name(name) for name, p in model.named_parameters()}
         # a tied weight has several names; files use the first
         every_name = model.named_parameters(remove_duplicate=False)
@@ -195,7 +194,6 @@ class Checkpoints:
         if self.rank != 0:
             return
         saved = state.to_dict()
-        evaluation = {name: saved[name] for name in EVALUATION}
         folder = self.folder / f"step_{state.evaluated_step:08d}"
 
         def write() -> None:
@@ -205,7 +203,7 @@ class Checkpoints:
                 content = read_manifest(folder)
             except ValueError:  # no checkpoint was saved at this step
                 return
-            content["state"] |= evaluation
+            content["state"] |= saved
             self.run.check_lock()
             write_atomically(folder / "manifest.json", manifests.manifest_text(content))
             flush_to_disk(folder)
@@ -266,7 +264,9 @@ class Checkpoints:
             if shards:
                 write(temporary, TensorReader(parts, "model", listed).read)
             elif weights:
-                read = self._reader(saved)
+                read: Read = TensorReader(saved, "model").read
+                if self.ema:
+                    read = self.ema.reader(saved, read, self.first_names)
                 write(temporary, lambda name: read(saved_names[name] or ""))
             self.run.check_lock()
             for path in temporary.iterdir():
@@ -274,13 +274,6 @@ class Checkpoints:
             manifests.put_in_place(temporary, folder)
 
         self._start(folder.name, f"{folder.name}/", write_all, parts, temporary)
-
-    def _reader(self, folder: Path) -> Read:
-        """Return a function that reads the weights of a checkpoint that evaluations use."""
-        read: Read = TensorReader(folder, "model").read
-        if self.ema:
-            read = self.ema.reader(folder, read, self.first_names)
-        return read
 
     def _start(self, kind: str, name: str, job: Callable[[], None], *temporary: Path) -> None:
         """Run a job in a thread after the previous jobs; wait if checkpoints.background is false.

@@ -14,20 +14,21 @@ import time
 import uuid
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from signal import Signals
 from typing import Any
 
-from ..failures import OUT_OF_MEMORY, Failure, first_failure
+from ..failures import OUT_OF_MEMORY, Failure, first_failure, write_error
 from ..files import open_own
 from ..process import PREEMPTED
 from ..run_files import (
     ENDED,
+    Record,
     Status,
+    each_record_backward,
     each_start,
     is_locked,
-    last_record,
     lines,
     lock_path,
     newest_checkpoint,
@@ -107,6 +108,20 @@ class Starts:
         read_status(self.folder)  # makes a network file system refresh its cache
         # compare names, since another launch may have begun the run meanwhile
         return read_info(self.folder).launch.startswith(f"{self.launch}.")
+
+    def report(self, failure: Failure, **facts: Any) -> Failure:
+        """Write an error file for a process that could not; return the failure.
+
+        Args:
+            failure: the failure, as of the launcher.
+            facts: fields to replace, such as the rank.
+        """
+        step = last_record(self.folder).step
+        failure = replace(failure, step=step, launch=self.id, **facts)
+        with suppress(OSError):  # the storage may be gone too
+            if self.is_new:
+                write_error(self.folder, failure)
+        return failure
 
     def may_kill(self, codes: dict[int, int | None], seconds: float) -> bool:
         """Return whether the processes that are still running can be killed.
@@ -243,6 +258,15 @@ def status_locked(folder: Path) -> Iterator[None]:
         except OSError:
             pass
         yield
+
+
+def last_record(folder: Path) -> Record:
+    """Return the last record of metrics.jsonl; if there is none, a record of step 0."""
+    with suppress(OSError):  # there are none yet, or the storage is gone
+        for _, _, record in each_record_backward(folder / "metrics.jsonl"):
+            if not record.is_damaged:
+                return record
+    return Record(step=0)
 
 
 def progress(folder: Path, began: float, status: Status, steps: list[int]) -> dict[str, Any]:

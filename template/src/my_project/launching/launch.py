@@ -52,12 +52,10 @@ from typing import Any, Literal, NoReturn, get_origin, get_type_hints
 
 from .. import exits, failures
 from ..config import Config, ConfigError, fits, wrong_value
-from ..exits import make_parser
 from ..failures import Failure
 from ..files import (
     TransientError,
     check_temporary_folder,
-    code_digest,
     open_own,
     read_yaml,
     wait_until,
@@ -72,16 +70,16 @@ from ..process import (
     NODES,
     PREEMPTED,
     START,
+    can_redraw,
     never_fail_to_print,
     no_garbage_collection,
     note_blamed,
-    say_that_it_imports,
     stacks_file,
 )
+from ..provenance import code_digest
 from ..run_files import (
     ENDED,
     Status,
-    last_record,
     read_errors,
     read_failures,
     read_info,
@@ -92,7 +90,7 @@ from ..run_folder import starts_over_now
 from ..safety.redaction import mask_command
 from ..settings import did_you_mean
 from ..settings import parse as parse_settings
-from ..words import PACKAGE, say
+from ..words import PACKAGE, make_parser, say
 from . import attempts
 from .attempts import RunHasEnded, Starts, failed, status_locked
 from .summary import Ending, how_it_ended, tool, unexplained
@@ -154,8 +152,7 @@ class Launch:
     gpus: int  # on each node; 0 for an accelerate config that trains on the CPU
     own: argparse.Namespace  # the launcher's own options, see _parser
     config: Config
-    # digest of the code (files.code_digest) when this launcher began its imports; "" on one node
-    code: str
+    code: str = ""  # the code_digest when this launcher began its imports; "" on one node
     lowered_micro_batch_size: int = 0  # larger micro-batches did not fit in memory; 0: not lowered
 
     def among(self, others: Any) -> "Launch":
@@ -496,15 +493,14 @@ def meet_other_nodes(
         os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
     if not start:
         print(summary(launch, interface), flush=True)
-    # forked processes run the code that was imported here, even if files were edited since
-    is_forked = start_method()[0] == "fork"
     me = nodes.Node(
         rank=launch.node_rank,
         nodes=launch.nodes,
         min_nodes=launch.own.min_machines,
         world_size=launch.world_size,
         run=" ".join((launch.module, *mask_command(launch.arguments))),
-        code=launch.code if is_forked else code_digest(launch.config.recipe),
+        # forked processes run the code that was imported here, even if files were edited since
+        code=launch.code if start_method()[0] == "fork" else code_digest(launch.config.recipe),
         host=socket.gethostname(),
         interface=interface,
         ip=ip,
@@ -540,6 +536,12 @@ def import_all(config: Config) -> None:
         gc.unfreeze()  # moves the imports to the oldest generation, which is seldom scanned
 
 
+def say_that_it_imports() -> None:
+    """Print on a terminal what a command spends its first seconds on."""
+    if can_redraw():
+        print("importing torch and the recipe", flush=True)
+
+
 def call(module: str, settings: Config | tuple[str, ...], *, launcher_pid: int) -> None:
     """Call the main function of a module, in a process that the launcher has started.
 
@@ -553,8 +555,7 @@ def call(module: str, settings: Config | tuple[str, ...], *, launcher_pid: int) 
     LAUNCHER.watch(launcher_pid)
     main = importlib.import_module(module).main
     config = parse_settings([*settings]) if isinstance(settings, tuple) else settings
-    with exits.on_all_ranks() as outcome:
-        outcome.code = main(config)
+    exits.run_on_all_ranks(main, config)
 
 
 def run_module(
@@ -936,12 +937,7 @@ def report_held_lock(launch: Launch, rank: int, logs: Path | None, starts: Start
         f" {limits.timeout_seconds:g}, startup_timeout_seconds {limits.startup_timeout_seconds:g})"
     )
     failure = failures.record(reason=reason, cause="stalled", details=stacks)
-    step = last_record(starts.folder).step
-    failure = replace(failure, rank=rank, step=step, launch=starts.id)
-    with suppress(OSError):
-        if starts.is_new:
-            failures.write_error(starts.folder, failure)
-    return failure
+    return starts.report(failure, rank=rank)
 
 
 def report_lost_node(launch: Launch, others: Any, starts: Starts) -> Failure:
@@ -949,17 +945,13 @@ def report_lost_node(launch: Launch, others: Any, starts: Starts) -> Failure:
     node = others.lost
     position = [member.rank for member in others.members].index(node.rank)
     rank = position * launch.processes_per_node
-    step = last_record(launch.config.folder).step
     reason = (
         f"node {node.rank} has not answered for {launch.own.lost_node_seconds:g} s: its host has"
         " crashed, hangs or is cut off from the network"
     )
-    failure = failures.record(reason=reason, cause="lost node")
-    failure = replace(failure, rank=rank, host=node.host, step=step, launch=starts.id)
     say(f"{node.host}: {reason}")
-    with suppress(OSError):  # the storage may be gone too
-        failures.write_error(launch.config.folder, failure)
-    return failure
+    failure = failures.record(reason=reason, cause="lost node")
+    return starts.report(failure, rank=rank, host=node.host)
 
 
 def record_end(logs: Path, workers: Workers, codes: dict[int, int], restarts: int) -> None:

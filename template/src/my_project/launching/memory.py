@@ -15,10 +15,10 @@ from signal import SIGKILL
 from typing import TYPE_CHECKING, Any
 
 from ..config import Config, to_dict
-from ..failures import Failure, first_failure, record, write_error
+from ..failures import Failure, first_failure, record
 from ..files import read_json
 from ..loading.layout import batch_layout
-from ..run_files import last_record, lines, newest_checkpoint
+from ..run_files import lines, newest_checkpoint
 from ..run_folder import starts_over_now
 from ..words import say
 
@@ -128,12 +128,7 @@ def report_memory_kill(
     if not killed or count_memory_kills() <= before:
         return
     rank, reason = killed[0], "killed by the kernel: no memory is left in its control group or host"
-    failure = replace(
-        record(reason=reason, cause="out of host memory"),
-        rank=rank,
-        step=last_record(starts.folder).step,
-        launch=starts.id,
-    )
+    failure = record(reason=reason, cause="out of host memory")
     # written by memory_explained, unless the process was killed before that
     note = read_json(logs / f"micro_batch_rank_{rank:05d}.json")
     is_noted = note.get("launch") == starts.id
@@ -143,7 +138,4 @@ def report_memory_kill(
         # without a smaller size, the code remains that of a kill, which a restart may follow
         if facts != {"next_micro_batch_size": None, "exit_code": 1}:
             codes[rank] = failure.exit_code
-    failures.append(failure)
-    with suppress(OSError):  # the storage may be gone too
-        if starts.is_new:
-            write_error(starts.folder, failure)
+    failures.append(starts.report(failure, rank=rank))

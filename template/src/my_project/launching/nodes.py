@@ -52,7 +52,7 @@ class Node:
     min_nodes: int  # how many nodes are enough to go on when others have left; 0: all are needed
     world_size: int  # the number of processes on `nodes` nodes
     run: str  # the module and its arguments; the same on every node
-    code: str = ""  # files.code_digest of the code that its processes run
+    code: str = ""  # hash of the code that its processes run
     host: str
     interface: str
     ip: str

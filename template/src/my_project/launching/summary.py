@@ -1,27 +1,22 @@
 """How a launch ended, and the summary that is printed last. Imports no torch."""
 
 import importlib
+import shlex
 import signal
 import sys
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from ..failures import CONSEQUENCES, Failure, first_failure
 from ..files import read_yaml
 from ..manifest import read_manifest
 from ..process import PREEMPTED
 from ..run_files import Status, checkpoint_step, checkpoints
-from ..words import (
-    PACKAGE,
-    command_line,
-    format_metric,
-    format_seconds,
-    print_block,
-    rows,
-    say,
-)
+from ..words import PACKAGE, format_metric, format_seconds, say
+
+WIDTH = 80  # characters in the rule above a block
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -224,3 +219,18 @@ def has_tool(name: str) -> bool:
     """Return whether this project still has a tool; tools/ may be deleted."""
     tools = Path(__file__).parents[1] / "tools"
     return (tools / name).is_dir() or (tools / f"{name}.py").is_file()
+
+
+def rows(pairs: list[tuple[str, str]]) -> list[str]:
+    """Return names and values in two columns, without pairs whose value is empty."""
+    return [f"  {name:8} {value}" for name, value in pairs if value]
+
+
+def print_block(title: str, lines: list[str], *, to: TextIO | None = None) -> None:
+    """Print a rule with a title, and the lines below it."""
+    say(f"--- {title} ".ljust(WIDTH, "-"), *lines, to=to)
+
+
+def command_line(name: str, folder: Path) -> str:
+    """Return the command line that runs a command on a run folder."""
+    return f"python -m {PACKAGE} {name} {shlex.quote(str(folder))}"

@@ -28,12 +28,13 @@ from ..config import BatchesConfig, Config, ConfigError, each_setting
 from ..exits import run
 from ..files import read_yaml, writing
 from ..loading.layout import batch_layout, max_processes
-from ..process import DRY_RUN, say_that_it_imports
+from ..process import DRY_RUN
 from ..run_files import Record, each_record, read_info
 from ..safety.redaction import mask_command
 from ..settings import did_you_mean, parse
-from ..words import PACKAGE, format_seconds, print_block, rows
+from ..words import PACKAGE, format_seconds
 from . import launch
+from .summary import print_block, rows
 from .workers import count_in_child, opened_files_noted
 
 COMMAND = f"python -m {PACKAGE} train"
@@ -164,7 +165,7 @@ def main(arguments: list[str]) -> int:
     options, settings = read_options(arguments)
     if not sys.flags.safe_path and os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())  # training processes have it there too
-    say_that_it_imports()
+    launch.say_that_it_imports()
     with opened_files_noted():
         config = parse(settings, __doc__ or "", COMMAND)
     path, processes = choose(options, config.batches)

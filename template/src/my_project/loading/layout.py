@@ -32,11 +32,6 @@ class BatchLayout:
         return -(-self.micro_batches // self.world_size)
 
     @property
-    def idle_share(self) -> float:
-        """The share of all ranks' forward and backward passes that repeat a micro-batch."""
-        return 1 - self.micro_batches / (self.accumulation * self.world_size)
-
-    @property
     def is_uneven(self) -> bool:
         """Whether micro-batches differ in size, or ranks in their number of micro-batches."""
         passes = self.accumulation * self.world_size
@@ -48,22 +43,20 @@ class BatchLayout:
         total, ranks = f"global batch {self.global_batch_size}", processes(self.world_size)
         if not self.is_uneven:
             return f"{total} = micro-batch {size} x {ranks} x {accumulation}"
-        idle = f", idle {self.idle_share:.0%}" if self.idle_share else ""
+        # the share of all ranks' passes that repeat a micro-batch
+        share = 1 - self.micro_batches / (self.accumulation * self.world_size)
+        idle = f", idle {share:.0%}" if share else ""
         number = f"{self.micro_batches} micro-batches of at most {size}"
         return f"{total} = {number} on {ranks}, {accumulation}{idle}"
 
-    def is_repeated(self, j: int, rank: int) -> bool:
-        """Return whether pass j of a rank repeats its first micro-batch, with weight 0."""
-        return j * self.world_size + rank >= self.micro_batches
-
-    def micro_batch(self, j: int, rank: int) -> int:
-        """Return the micro-batch of pass j on a rank; micro-batches are numbered over all ranks."""
-        return rank if self.is_repeated(j, rank) else j * self.world_size + rank
-
     def passes(self, rank: int) -> list[tuple[int, bool]]:
-        """Return (micro-batch, whether it is a repeat) for each pass of a rank in a step."""
-        rounds = range(self.accumulation)
-        return [(self.micro_batch(j, rank), self.is_repeated(j, rank)) for j in rounds]
+        """Return (micro-batch, whether it is a repeat) for each pass of a rank in a step.
+
+        Micro-batches are numbered over all ranks. A repeat is the rank's first one, with weight 0.
+        """
+        numbers = range(rank, self.accumulation * self.world_size, self.world_size)
+        count = self.micro_batches
+        return [(number, False) if number < count else (rank, True) for number in numbers]
 
     def positions(self, micro_batch: int) -> range:
         """Return the positions of a micro-batch's samples in the global batch."""

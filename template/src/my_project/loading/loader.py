@@ -28,35 +28,24 @@ from .layout import BatchLayout
 from .seeding import Key, SampleSeeds, SeedSamples, derive_seed, sample_keys, seed_rng
 
 
-class IndexedBatches:
-    """The micro-batches of one rank for these steps, read from a map-style dataset."""
+def indexed_batches(
+    config: Config, data: Dataset, layout: BatchLayout, steps: range, accelerator: Accelerator
+) -> Iterator[Any]:
+    """Return the micro-batches of this rank for these steps, from a map-style dataset.
 
-    def __init__(
-        self,
-        config: Config,
-        data: Dataset,
-        layout: BatchLayout,
-        steps: range,
-        accelerator: Accelerator,
-    ) -> None:
-        """Start at steps.start.
-
-        Args:
-            config: the run's config.
-            data: a map-style dataset.
-            layout: how the global batch is divided.
-            steps: the steps to train.
-            accelerator: gives this process's rank and device.
-        """
-        rank, device = accelerator.process_index, accelerator.device
-        keys = sample_keys(len(data), layout, rank, config.seed, steps)
-        collate = optional(config.recipe, "collate")
-        fetch = Fetch(data, collate, config.seed, config.batches.seed_samples)
-        loader = make_loader(config.batches, fetch, device, batch_sampler=keys)
-        self.batches = on_device(loader, device)
-
-    def __iter__(self) -> Iterator[Any]:
-        return self.batches
+    Args:
+        config: the run's config.
+        data: a map-style dataset.
+        layout: how the global batch is divided.
+        steps: the steps to train.
+        accelerator: gives this process's rank and device.
+    """
+    rank, device = accelerator.process_index, accelerator.device
+    keys = sample_keys(len(data), layout, rank, config.seed, steps)
+    collate = optional(config.recipe, "collate")
+    fetch = Fetch(data, collate, config.seed, config.batches.seed_samples)
+    loader = make_loader(config.batches, fetch, device, batch_sampler=keys)
+    return on_device(loader, device)
 
 
 class Fetch:

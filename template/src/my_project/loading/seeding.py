@@ -33,11 +33,8 @@ Key = tuple[int | str, int]
 
 def derive_seed(*parts: object) -> int:
     """Hash the parts into a 64-bit seed, the same on every machine."""
-    return int.from_bytes(_hash("/".join(map(str, parts))).digest(), "little")
-
-
-def _hash(text: str) -> "hashlib.blake2b":
-    return hashlib.blake2b(text.encode(), digest_size=8)
+    text = "/".join(map(str, parts))
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
 
 
 # ---- the samples of each step --------------------------------------------------------------------
@@ -102,7 +99,7 @@ def sample_keys(
     The epoch is sent with the index, since persistent loader workers cannot learn it otherwise.
     """
     size = layout.global_batch_size
-    slices = [layout.positions(layout.micro_batch(j, rank)) for j in range(layout.accumulation)]
+    slices = [layout.positions(number) for number, _ in layout.passes(rank)]
     positions = np.concatenate([np.arange(s.start, s.stop) for s in slices])  # in a global batch
     bounds = [*pairwise(np.cumsum([0, *map(len, slices)]).tolist())]
     steps_per_epoch = samples // size
@@ -140,8 +137,6 @@ class SampleSeeds:
         """Seed nothing yet; with mode False, no generator is ever seeded."""
         self.seed = seed
         self.mode = mode
-        self.epoch: int | str | None = None
-        self.epoch_hash = _hash("")  # hash of the parts that all seeds of an epoch begin with
         self.torch_state: torch.Tensor | None = None  # from before a read in one call
 
     def each(self, keys: Iterable[Key]) -> Iterator[int]:
@@ -160,11 +155,7 @@ class SampleSeeds:
             np.random.seed(KNOWN_SEED)
         for epoch, index in keys:
             if mode:
-                if epoch != self.epoch:
-                    self.epoch, self.epoch_hash = epoch, _hash(f"{self.seed}/sample/{epoch}/")
-                hashed = self.epoch_hash.copy()
-                hashed.update(b"%d" % index)
-                derived = int.from_bytes(hashed.digest(), "little")
+                derived = derive_seed(self.seed, "sample", epoch, index)
                 seed_torch(derived)
                 if mode is True:
                     random.seed(derived)

@@ -169,10 +169,6 @@ class Recorder:
             self._end_interval(self.last)
             self._write_pending()
 
-    def of_run(self) -> dict[str, float]:
-        """Return what the outputs add to a finished run's status, besides results."""
-        return self._fields("of_run")
-
     # ---- the step --------------------------------------------------------------------------------
     def timed(self, batches: Iterable[Batch]) -> Iterator[Batch]:
         """Pass the micro-batches on; an output may measure how long the step waits for each."""
@@ -236,7 +232,7 @@ class Recorder:
             **{f"train/{name}": value / items for name, value in state.interval_scalars.items()},
             "learning_rate": self.rate,
             "gradient_norm": report.grad_norm,
-            **rounded(self._fields("end_interval")),
+            **rounded(self.fields("end_interval")),
         }
         self.pending = report.step + 1, values
         gc.collect()  # after the same step on all ranks: a rank that pauses delays all others
@@ -252,13 +248,16 @@ class Recorder:
         if self.pending:
             (step, values), self.pending = self.pending, None
             if wait:
-                values |= rounded(self._fields("gathered"))
+                values |= rounded(self.fields("gathered"))
             self.write("interval", values, step)
         while self.run.notes:
             self.write(*self.run.notes.pop(0))
 
-    def _fields(self, name: str) -> dict[str, Any]:
-        """Call a method of every output; return their fields, merged."""
+    def fields(self, name: str) -> dict[str, Any]:
+        """Call a method of every output that has it; return their fields, merged.
+
+        The outputs' of_run() gives what they add to a finished run's status, besides results.
+        """
         return {k: value for fields in call(self.outputs, name) for k, value in fields.items()}
 
 

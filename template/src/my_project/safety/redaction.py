@@ -33,11 +33,6 @@ SPECIAL_TOKEN_END = re.compile(
     r"|placeholder|sep|soft|start|stop|trigger|unk)_?token$"
 )
 MASKED_END = re.compile("(credentials?|pwd|authorization)$")
-# The environment variables that run.json records, unless their names are those of secrets.
-RECORDED_VARIABLES = re.compile(
-    r"(ACCELERATE|CUBLAS|CUDA|FSDP|GLOO|NCCL|OMP|PARALLELISM_CONFIG|PYTORCH|TORCH|TORCHELASTIC)_\w+"
-    r"|SLURM_(JOB_ID|JOB_NUM_NODES|RESTART_COUNT)|(LOCAL_)?WORLD_SIZE|MASTER_(ADDR|PORT)|FI_EFA_\w+"
-)
 NAMED = re.compile(  # name=value, 'name': 'value', --name value
     r"""(?P<name>(?<![\w.-])(?P<option>--)?[\w.-]*
         (?:token|password|passwd|passphrase|secret|key|credential|pwd|authorization)s?[_\d]*)

@@ -48,9 +48,9 @@ from ..run_files import (
     newest_checkpoint,
     read_failures,
 )
-from ..words import format_seconds, printable, say, shortened
+from ..words import format_seconds, make_parser, printable, say, shortened
 from . import flight_recorder
-from .reader import Run, make_tool_parser, read_folder, read_run, run_tool, valid_time
+from .reader import Run, read_folder, read_run, run_tool, valid_time
 
 MAX_CHARACTERS = 500  # of a sentence
 COPIED_SECONDS = 60.0  # in a copy of a run folder, the times of files may differ by this much
@@ -516,7 +516,7 @@ def _outcome(start: Start, locked: bool | None) -> str:
     """Return the outcome of the newest start, as --json names it."""
     if start.is_unopened:
         return "starting" if locked and not start.failures and not start.exits else "failed"
-    if not start.run.status.is_damaged:
+    if start.run.status.outcome:
         return start.run.state
     return "failed" if start.failures else "running" if locked else "unknown"
 
@@ -524,9 +524,9 @@ def _outcome(start: Start, locked: bool | None) -> str:
 def _happened(start: Start, outcome: str, now: float, locked: bool | None) -> str:
     """Return in a sentence or two how far the run is, and how old its last record is."""
     run, status = start.run, start.run.status
-    text = f"step {'?' if status.is_damaged else run.step} of {status.steps or '?'}"
+    text = f"step {run.step if status.outcome else '?'} of {status.steps or '?'}"
     if start.is_unopened:
-        before = f"; the start before it: {status.outcome}, {text}" * (not status.is_damaged)
+        before = f"; the start before it: {status.outcome}, {text}" * bool(status.outcome)
         return f"the newest start did not open the run folder{before}"
     if outcome != "running":
         reason = "" if outcome == "failed" else status.reason  # "first" says why it failed
@@ -593,7 +593,7 @@ def print_diagnosis(diagnosis: dict[str, Any]) -> None:
 
 def main() -> None:
     """Read the command line, and print the diagnosis."""
-    parser = make_tool_parser("doctor", __doc__)
+    parser = make_parser(__doc__, "doctor")
     parser.add_argument("run", help="the run folder")
     parser.add_argument("--json", action="store_true", help="print one JSON object, for programs")
     arguments = parser.parse_args()

@@ -99,11 +99,17 @@ def shares(seconds: dict[str, float], whole: float) -> dict[str, float]:
     return {"seconds": round(whole, 1)} | fractions
 
 
+def calendar(status: Status) -> dict[str, float]:
+    """Return the goodput over the time since the first launch; {} if a status has none."""
+    goodput = (status.goodput or {}).get("calendar")
+    return goodput if isinstance(goodput, dict) else {}
+
+
 def in_words(status: Status) -> str:
     """Return the goodput in a status.json as a line; "" if it is good or says nothing yet."""
-    calendar = status.calendar
-    if not {"kept", "seconds"} <= calendar.keys():
+    shares = calendar(status)
+    if not {"kept", "seconds"} <= shares.keys():
         return ""
-    text = f"{calendar['kept']:.0%} of {format_seconds(calendar['seconds'])} since the first launch"
-    is_start = calendar["kept"] == 0 and calendar["seconds"] < START_SECONDS
-    return text if calendar["kept"] < GOOD and not is_start else ""
+    text = f"{shares['kept']:.0%} of {format_seconds(shares['seconds'])} since the first launch"
+    is_start = shares["kept"] == 0 and shares["seconds"] < START_SECONDS
+    return text if shares["kept"] < GOOD and not is_start else ""

@@ -27,7 +27,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from ..exits import make_parser, run
+from ..exits import run
+from ..words import make_parser
 
 
 def parser() -> argparse.ArgumentParser:

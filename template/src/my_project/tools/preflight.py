@@ -41,10 +41,10 @@ from torch.utils.benchmark import Timer
 from .. import exits
 from ..accelerator import check_launch, start_accelerator
 from ..config import to_yaml
-from ..files import code_digest, wait_until, write_atomically
+from ..files import wait_until, write_atomically
 from ..loading import layout
 from ..process import note_blamed, process_name, world
-from ..provenance import installed
+from ..provenance import code_digest, installed
 from ..ranks import gather_on_main, on_main_then_broadcast
 from ..records.recorder import check_outputs
 from ..run_folder import not_shared

@@ -4,7 +4,6 @@ The run may be under way, come from someone else or be damaged. What is missing 
 out and named in `problems`.
 """
 
-import argparse
 import math
 import os
 from collections import deque
@@ -12,7 +11,6 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
-from inspect import cleandoc
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +28,6 @@ from ..run_files import (
     read_info,
     read_status,
 )
-from ..words import PACKAGE
 
 PARTS_OF_A_RUN = ("config.yaml", "status.json", "run.json", "metrics.jsonl", "checkpoints")
 LATEST = 100  # records that show what a run is doing now
@@ -131,13 +128,13 @@ def read_folder(folder: Path) -> Run:
         run.settings = flat(read_yaml(folder / "config.yaml", follow=False))
     damaged = {
         "config.yaml": not run.settings,
-        "status.json": status.is_damaged,
-        "run.json": info.is_damaged,
+        "status.json": not status.outcome,
+        "run.json": not info.launch,
     }
     for name, is_damaged in damaged.items():
         if is_damaged:
             run.problems.append(f"{name} is missing or damaged, so its content is not known.")
-    if not info.is_damaged and info.format != RUN_FORMAT:
+    if info.launch and info.format != RUN_FORMAT:
         problem = f"run.json has format {info.format} of a run folder, but this version reads"
         run.problems.append(f"{problem} format {RUN_FORMAT}: unknown fields are left out.")
     return run
@@ -166,16 +163,6 @@ def valid_time(seconds: float) -> float:
 def is_run(folder: Path) -> bool:
     """Return whether a folder holds any part of a run."""
     return any((folder / name).exists() for name in PARTS_OF_A_RUN)
-
-
-def make_tool_parser(tool: str, description: str | None) -> argparse.ArgumentParser:
-    """Return the parser of a tool's command line."""
-    return argparse.ArgumentParser(
-        prog=f"python -m {PACKAGE} {tool}",
-        description=cleandoc(description or ""),
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
 
 
 def run_tool(main: Callable[[], None]) -> None:

@@ -21,9 +21,10 @@ from typing import Any
 
 from ..files import ConfigError, open_own
 from ..run_files import parse_record
-from ..words import format_seconds, printable, say
+from ..words import format_seconds, make_parser, printable, say
 from . import reproduce
-from .reader import NOT_COMPARED, Run, format_number, is_run, make_tool_parser, read_run, run_tool
+from .goodput import calendar
+from .reader import NOT_COMPARED, Run, format_number, is_run, read_run, run_tool
 
 COLUMNS = ("run", "state", "step", "best", "goodput", "age", "differs from the first")
 WHOLE_WORDS: dict[str, Any] = {"break_long_words": False, "break_on_hyphens": False}
@@ -52,7 +53,7 @@ def summarize(folder: Path) -> Summary:
         run=run,
         step=max(step, run.status.step),
         best=choose(values, default=None),
-        goodput=run.status.calendar.get("kept"),
+        goodput=calendar(run.status).get("kept"),
         age_seconds=max(0, time.time() - max(changes, default=folder.stat().st_mtime)),
     )
 
@@ -152,7 +153,7 @@ def table_row(summary: Summary, differing: list[str]) -> list[str]:
 
 def main() -> None:
     """List the runs."""
-    parser = make_tool_parser("runs", __doc__)
+    parser = make_parser(__doc__, "runs")
     parser.add_argument("folder", nargs="?", default="runs", type=Path, help="default: runs")
     parser.add_argument("--reproduce", type=Path, help="print the commands that repeat this run")
     arguments = parser.parse_args()

@@ -15,8 +15,8 @@ from pathlib import Path
 
 from ...files import ConfigError, open_own, write_atomically
 from ...run_files import local_folder
-from ...words import say
-from ..reader import make_tool_parser, run_tool
+from ...words import make_parser, say
+from ..reader import run_tool
 from .page import GENERATOR, page
 
 MAX_RUNS = 8  # the number of colors that are easy to tell apart
@@ -76,7 +76,7 @@ def shorten(names: list[str]) -> list[str]:
 
 def main() -> None:
     """Write the report, and print its path and size."""
-    parser = make_tool_parser("report", __doc__)
+    parser = make_parser(__doc__, "report")
     parser.add_argument("runs", nargs="+", help="the run folders, at most 8", metavar="run")
     parser.add_argument("--output", help="the file to write")
     arguments = parser.parse_args()
