@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
+from multiprocessing import shared_memory, synchronize
 from pathlib import Path
 from typing import NoReturn
 
@@ -204,13 +205,13 @@ def exception_cause(error: BaseException) -> str:
         if kind.__name__ in TYPES:
             return TYPES[kind.__name__]
     frames = traceback.extract_tb(error.__traceback__)
-    file = Path(frames[-1].filename if frames else "")  # the file that raised it
-    is_multiprocessing = file.parent.name == "multiprocessing"
-    if errno_name(error) in FULL_DISK:  # multiprocessing keeps semaphores and buffers in /dev/shm
-        is_shared = is_multiprocessing and file.stem in ("synchronize", "shared_memory")
+    file = frames[-1].filename if frames else ""  # the file that raised it
+    if errno_name(error) in FULL_DISK:
+        is_shared = file in (synchronize.__file__, shared_memory.__file__)  # these use /dev/shm
         return "full shared memory" if is_shared else "full disk"
     if errno_name(error) in ("EMFILE", "ENFILE"):
         return "too many open files"
+    is_multiprocessing = os.path.dirname(file) == os.path.dirname(synchronize.__file__)
     if is_multiprocessing and isinstance(error, (ConnectionError, EOFError, FileNotFoundError)):
         return "loader worker"  # the connection to a worker broke, or its socket is gone
     causes = (cause for cause, pattern in SENTENCES.items() if pattern.search(str(error)))

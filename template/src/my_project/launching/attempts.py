@@ -113,8 +113,8 @@ class Starts:
         """Write an error file for a process that could not; return the failure.
 
         Args:
-            failure: the failure, as of the launcher.
-            facts: fields to replace, such as the rank.
+            failure: the failure, with the launcher's rank and host.
+            facts: the fields to replace, such as rank.
         """
         step = last_record(self.folder).step
         failure = replace(failure, step=step, launch=self.id, **facts)
