@@ -164,10 +164,10 @@ CASES = [
          why="its statistics cover all micro-batches"),
     Case(name="a file that the recipe opens in `__post_init__`", recipe="Opened",
          mistake="settings", processes=2, sees="right", right=as_alone(),
-         why="spawned processes do not share it; a line says so"),
+         why="the launcher spawns processes instead of forking them, and prints why"),
     Case(name="a file that the recipe opens at import", recipe="Opened", beside=AT_IMPORT,
          processes=2, sees="right", right=as_alone(),
-         why="spawned processes do not share it; a line says so"),
+         why="the launcher spawns processes instead of forking them, and prints why"),
     *(
         Case(name=f"{what} opened in a dataset's constructor", recipe="Opened", mistake=mistake,
              flags="--batches.workers 2", sees="refused", word="open",
