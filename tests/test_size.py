@@ -17,9 +17,9 @@ REPOSITORY = Path(__file__).resolve().parents[1]
 TEMPLATE = REPOSITORY / "template"
 PACKAGE = TEMPLATE / "src/my_project"
 CEILINGS = {
-    "lines of train.py and all that it imports": 8_442,
+    "lines of train.py and all that it imports": 8_443,
     "files of train.py and all that it imports": 55,
-    "lines of the package without tools/": 11_116,
+    "lines of the package without tools/": 11_117,
     "lines of tools/": 2_537,
     "lines of template/tests": 4_268,
     "lines of template/tests and tests": 21_599,

@@ -48,7 +48,8 @@ class BatchesConfig:
     in one pass, so dropout and BatchNorm depend on the number of processes. Otherwise the global
     batch is cut into as few equal micro-batches as possible, which the ranks take in turn, so these
     are the same for any number of processes up to the number of micro-batches. The launcher halves
-    the value if a pass runs out of memory (memory.py).
+    the value if a pass runs out of memory before the first save, unless this would change the curve
+    for another reason than dropout (memory.py).
     """
     workers: int | None = may_change(None, least=0)
     """Loader processes per rank; null: use one fewer than the CPUs of this rank, at most 8."""

@@ -20,10 +20,10 @@ node uses any free port. In this order, the command
    its own in <run folder>/logs/node_<n>/;
 5. forwards stop signals, so that the run saves and exits; leaves no process running;
 6. prints a summary (summary.py), and exits with the run's outcome: 0 finished; 75 preempted; 2 an
-   error that another attempt would repeat (a wrong setting, an exception in the code); 1 any other
-   error (a node that is late or lost, a full disk). --requeue is for a scheduler that restarts a
-   run only after exit code 75. It turns code 1 into 75 if this launch wrote a newer checkpoint, and
-   code 75 into 1 after three launches in a row that wrote none.
+   error that another attempt would repeat (a wrong setting, an exception before the first step); 1
+   any other error (a node that is late or lost, a later exception). --requeue is for a scheduler
+   that restarts a run only after exit code 75. It turns code 1 into 75 if this launch wrote a newer
+   checkpoint, and code 75 into 1 after three launches in a row that wrote none.
 """
 
 import argparse
