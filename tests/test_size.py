@@ -17,15 +17,15 @@ REPOSITORY = Path(__file__).resolve().parents[1]
 TEMPLATE = REPOSITORY / "template"
 PACKAGE = TEMPLATE / "src/my_project"
 CEILINGS = {
-    "lines of train.py and all that it imports": 8_443,
+    "lines of train.py and all that it imports": 8_457,
     "files of train.py and all that it imports": 55,
-    "lines of the package without tools/": 11_117,
+    "lines of the package without tools/": 11_132,
     "lines of tools/": 2_537,
     "lines of template/tests": 4_268,
-    "lines of template/tests and tests": 21_599,
+    "lines of template/tests and tests": 21_600,
     "settings": 60,
     "methods of a recipe": 14,
-    "lines of launching/": 2_030,
+    "lines of launching/": 2_031,
     "lines of main in train.py": 40,
     "lines of train_step in train.py": 45,
     "Any per 1,000 lines without tools/ and launching/": 15,

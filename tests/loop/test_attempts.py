@@ -432,4 +432,4 @@ def test_the_first_seconds_and_ctrl_c_in_them_say_something(tmp_path, moment):
     terminal.type("\x03")
     lines, code = terminal.end()
     assert code == {"importing torch": 130, "run folder": 75}[moment], lines
-    assert re.search("interrupted|SIGINT: stopped before", lines[-1]), lines
+    assert re.search("interrupted|SIGINT: stopped while", lines[-1]), lines

@@ -131,14 +131,16 @@ def test_a_report_from_before_the_run_is_open_is_in_the_log_folder(tmp_path, mon
     failures.LAUNCHER.stop_signal = ""
 
 
-def test_the_function_that_reports_an_error_is_not_among_its_frames(tmp_path, monkeypatch):
+def test_the_context_that_reports_an_error_is_not_among_its_frames(tmp_path, monkeypatch):
     monkeypatch.setenv("LAUNCH_LOGS", str(tmp_path))
-    code = exits.exit_code(KINDS["exception"])
+    outcome = exits.Outcome()
+    with exits.errors_reported(outcome):
+        KINDS["exception"]()
     found = run_files.read_failure(tmp_path / "rank_00000.json")
     assert found
     assert "raise_" in [frame.function for frame in found.frames]
     assert not [frame for frame in found.frames if frame.file == exits.__file__]
-    assert code == 2
+    assert outcome.code == 2
 
 
 def test_a_rank_that_went_on_after_the_others_gave_up_is_the_first_failure():

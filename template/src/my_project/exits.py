@@ -13,6 +13,7 @@ import warnings
 import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, NoReturn
 
@@ -33,22 +34,28 @@ from .safety.redaction import MaskedFormatter, mask
 from .words import printable, say, short_path
 
 
-def exit_code(
-    main: Callable[[], int | None], failures: tuple[type[BaseException], ...] = (Exception,)
-) -> int:
-    """Call a command's function; report its exception, if any; return the exit code.
+@dataclass
+class Outcome:
+    """How a command ends."""
+
+    code: int | None = 1
+
+
+@contextmanager
+def errors_reported(outcome: Outcome, failures: Any = Exception) -> Iterator[None]:
+    """Report an exception of the block, and turn it into an exit code.
 
     A ConfigError, which the user can fix, gives a message and the error's exit code. Any other
     exception gives an error file (failures.py), the traceback, and code 2 if a retry would fail
-    too, else 1.
+    too, else 1. As a context, it adds no call to the traceback of a command.
     """
     try:
-        return main() or 0
+        yield
     except ConfigError as error:
-        return say_error(error)
+        outcome.code = say_error(error)
     except KeyboardInterrupt as error:
         print(f"interrupted {error}".strip(), file=sys.stderr)
-        return 130
+        outcome.code = 130
     except failures as error:
         frames = error.__traceback__
         while frames and frames.tb_frame.f_code.co_filename == __file__:  # skip frames of this file
@@ -56,21 +63,34 @@ def exit_code(
         failure = report_once(error.with_traceback(frames))
         name = f"[{process_name()}] " * (world()[0] > 1)
         say(f"{name}{failure.details}", to=sys.stderr)
-        return failure.exit_code
+        outcome.code = failure.exit_code
 
 
 def run(main: Callable[..., int | None], *arguments: Any) -> NoReturn:
     """Run a command and exit with its code."""
-    raise SystemExit(exit_code(partial(main, *arguments)))
+    outcome = Outcome()
+    with errors_reported(outcome):
+        outcome.code = main(*arguments)
+    raise SystemExit(outcome.code or 0)
 
 
 def run_on_all_ranks(main: Callable[..., int], *arguments: Any) -> NoReturn:
-    """Run a command as a rank of a launch, with a log file, and exit with the command's code."""
+    """Run a command as a rank of a launch, and exit with the command's code."""
+    with on_all_ranks() as outcome:
+        outcome.code = main(*arguments)
+    raise AssertionError("on_all_ranks ends the process")
+
+
+@contextmanager
+def on_all_ranks() -> Iterator[Outcome]:
+    """Run the block as a rank of a launch, with a log file; exit with the code of the outcome."""
     gc.enable()  # parse_command_line turned collection off for the imports
     write_logs()
     set_up_logging()
-    # a sys.exit(0) is not a success
-    code = exit_code(partial(main, *arguments), (Exception, SystemExit))
+    outcome = Outcome()
+    with errors_reported(outcome, (Exception, SystemExit)):  # a sys.exit(0) is not a success
+        yield outcome
+    code = outcome.code or 0
     if code == PREEMPTED and int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")) > 0:
         code = 0  # torchrun would restart the preempted run after any other code
     if threading.current_thread() is threading.main_thread():

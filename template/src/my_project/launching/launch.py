@@ -555,7 +555,8 @@ def call(module: str, settings: Config | tuple[str, ...], *, launcher_pid: int) 
     LAUNCHER.watch(launcher_pid)
     main = importlib.import_module(module).main
     config = parse_settings([*settings]) if isinstance(settings, tuple) else settings
-    exits.run_on_all_ranks(main, config)
+    with exits.on_all_ranks() as outcome:
+        outcome.code = main(config)
 
 
 def run_module(
