@@ -22,7 +22,7 @@ CEILINGS = {
     "lines of the package without tools/": 11_132,
     "lines of tools/": 2_537,
     "lines of template/tests": 4_268,
-    "lines of template/tests and tests": 21_600,
+    "lines of template/tests and tests": 21_608,
     "settings": 60,
     "methods of a recipe": 14,
     "lines of launching/": 2_031,

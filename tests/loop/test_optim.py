@@ -176,6 +176,8 @@ def test_frozen_parameters_may_be_in_a_group_or_not():
     model.requires_grad_(False)
     with pytest.raises(ConfigError, match="optimizer got an empty parameter list"):
         build_optimizer(OptimConfig(), Ragged(), model)
+    with pytest.raises(ConfigError, match="no parameter of the model has requires_grad=True"):
+        build_optimizer(OptimConfig(), Grouped(groups=lambda m: m.parameters()), model)
 
 
 @pytest.mark.parametrize("betas", [0.9, (0.9, 2.0), "ab"])

@@ -259,6 +259,14 @@ def test_a_spare_waits_for_another_node_0_only_if_it_was_told_to(seconds):
         assert everyone[3].waiting.result() == "ended 0"
 
 
+def test_a_spare_names_the_time_that_it_has_waited_for_another_node_0():
+    with started(*map(elastic, range(4))) as (_, everyone, _):
+        everyone[3]._node_0_seconds = 1.0
+        everyone[0].close(75, may_return=True)
+        assert "did not answer at 127.0.0.1" in (said := everyone[3].waiting.result())
+        assert "within 1 s" in said, "not the 5 s of a first start"
+
+
 def test_a_refusal_ends_the_members_and_not_a_spare():
     with started(*map(elastic, range(4))) as (_, everyone, pool):
         refusing = [elastic(0), elastic(1, refusal="the error would repeat"), elastic(2)]

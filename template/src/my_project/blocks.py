@@ -124,8 +124,8 @@ def compile_blocks_in_place(accelerator: Accelerator, wrapper: Any, config: Conf
     """Compile as accelerate's dynamo_config says, but here instead of in accelerate.
 
     accelerate would put each block into another module, compile DDP's own code with the model, and
-    pass dynamic=False, because `accelerate launch` cannot leave the key unset. With dynamic=False,
-    a batch of another length compiles everything again.
+    pass dynamic=False, because `accelerate launch` cannot leave dynamo_use_dynamic unset. With
+    dynamic=False, a batch of another length compiles everything again.
 
     Each block is compiled alone with dynamo_use_regional_compilation, and also under FSDP, which
     gathers a block's weights between the compiled parts. Otherwise, or if the model has no blocks,

@@ -91,8 +91,8 @@ def build_datasets(
         sets = {"the training set": train} | validation_sets
     for name, data in sets.items():
         if isinstance(data, type) or not isinstance(name, str):
-            problem = f"returned, as {name!r}, {described(data)}"
-            refuse(recipe, "build_datasets", f"{problem}; use a string, and an object.")
+            problem = f"returned {described(data)} under the name {name!r}"
+            refuse(recipe, "build_datasets", f"{problem}: use text, and an object of the class.")
         # torch's IterableDataset has a __getitem__, but it only raises
         if isinstance(data, IterableDataset) or not hasattr(data, "__getitem__"):
             problem = f"returned {type(data).__name__} as {name}, which has no index (data[i])"
@@ -235,8 +235,8 @@ def build_metrics(recipe: Recipe) -> Metrics:
 def metric_parts(metric: nn.Module) -> list["Metric"]:
     """Return a metric and the metrics inside it, but only one metric for each state.
 
-    If several metrics share a state, as in ClasswiseWrapper, the last is returned, because it
-    counts the updates.
+    If several metrics share a state, as a ClasswiseWrapper and its metric do, the inner one is
+    returned, because it counts the updates.
     """
     from torchmetrics import Metric
 

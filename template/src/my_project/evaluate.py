@@ -176,7 +176,8 @@ def _merge(accelerator: Accelerator, metric: Any) -> None:
         else:
             merged = torch.stack(values)
             is_real = merged.is_floating_point()
-            merged = merged.double() if is_real else merged  # the order of ranks must not matter
+            # in float64, rounding does not depend on the order of ranks
+            merged = merged.double() if is_real else merged
             merged = reduce(merged) if reduce else merged
             merged = merged.to(values[0].dtype) if is_real else merged
         setattr(metric, name, send_to_device(merged, metric.device))
@@ -217,7 +218,7 @@ def recipe_loss(config: Config, step: int) -> Callable:
 
 
 def broadcast_buffers(accelerator: Accelerator, model: nn.Module) -> None:
-    """Broadcast the buffers of rank 0, as DDP does with most buffers in training."""
+    """Broadcast the buffers of rank 0, as DDP does in training (except BatchNorm's)."""
     if accelerator.num_processes > 1:
         for buffer in model.buffers():
             values = buffer.contiguous()  # NCCL refuses other layouts, and gloo scrambles them

@@ -88,7 +88,7 @@ def on_all_ranks() -> Iterator[Outcome]:
     write_logs()
     set_up_logging()
     outcome = Outcome()
-    with errors_reported(outcome, (Exception, SystemExit)):  # a sys.exit(0) is not a success
+    with errors_reported(outcome, (Exception, SystemExit)):  # a recipe's sys.exit(0) is no success
         yield outcome
     code = outcome.code or 0
     if code == PREEMPTED and int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")) > 0:
@@ -146,7 +146,7 @@ class Warned:
         return len(self.lines) - self.lines[:].count(b"\0")
 
     def start(self) -> None:
-        """Count warnings from now on, when log records are made: loggers may not propagate them."""
+        """Count each warning when its log record is made: not every logger propagates records."""
         self.lines = mmap.mmap(-1, 1 << 16)
         logging.setLogRecordFactory(partial(self._note, logging.getLogRecordFactory()))
 

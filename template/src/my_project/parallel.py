@@ -84,8 +84,8 @@ def prepare(
         config: the run's config.
         model: the model, with its weights or, for FSDP, on the meta device.
         optimizer: the optimizer of the model's parameters.
-        weights: the weights of a model on the meta device (on rank 0; {} on other ranks); None: a
-            checkpoint fills the shards later.
+        weights: for a model on the meta device, on rank 0, its weights, and {} on other ranks;
+            None: a checkpoint fills it later, or the model has its weights.
 
     Returns:
         The module that training calls, and the module that evaluation calls. The latter has
@@ -96,7 +96,7 @@ def prepare(
     if is_sharding(accelerator):
         wrap = wrap_for_sharding
     prepared = wrap(accelerator, config, model, optimizer, weights)
-    if type(prepared) is RecipeModule:  # accelerate 1.10 fails on a model that build_model compiles
+    if type(prepared) is RecipeModule:  # unwrap_model of accelerate 1.10 fails on a compiled model
         return prepared, prepared
     return prepared, accelerator.unwrap_model(prepared)
 
@@ -114,7 +114,7 @@ def wrap_in_ddp(
     compile_blocks_in_place(accelerator, wrapper, config)
     placement = [False] if accelerator.device.type == "cpu" else None  # see build_on_device
     prepared = accelerator.prepare(wrapper, device_placement=placement)
-    accelerator._models[-1] = prepared  # the DDP module, for accelerator.release_groups
+    accelerator._models[-1] = prepared  # the DDP module, for release_groups (accelerator.py)
     return prepared
 
 

@@ -3,8 +3,8 @@
 A launcher that is killed sends no signal. So each of its processes watches the pipe that Python's
 multiprocessing keeps open to the launcher, polls whether the launcher is still its parent (torchrun
 has no pipe), and exits if it is not: no orphan keeps training. A process that was started without a
-launcher outlives its shell. This module does not import torch, since the launcher may be killed
-during that import.
+launcher does not watch its parent. This module does not import torch, since the launcher may be
+killed during that import.
 """
 
 import ctypes
@@ -51,7 +51,7 @@ def prctl(option: int, value: int | bytes) -> None:
 def end_children() -> None:
     """Kill all descendants of this process: loader workers, for example, outlive os._exit."""
     with suppress(Exception):
-        import psutil  # not at the top: this process may have to end while it imports
+        import psutil  # not at the top: importing psutil would delay the watch over the launcher
 
         for process in psutil.Process().children(recursive=True):
             with suppress(psutil.NoSuchProcess):
@@ -62,8 +62,8 @@ def attempts() -> dict[str, int]:
     """Return the attempt number in each launch that this process belongs to, by launch name.
 
     The number rises when our launcher or torchrun restarts the command in place, and when Slurm
-    requeues the job. A process without a launcher has no attempts; nor has a process that
-    accelerate launch starts alone.
+    requeues the job. Outside Slurm, a process without a launcher has no attempts; nor has a
+    process that accelerate launch starts alone.
     """
     environment = os.environ
     launch, _, count = environment.get(START, "").rpartition(".")
@@ -117,7 +117,7 @@ def garbage_collected_at_records() -> Iterator[None]:
         gc.unfreeze()  # otherwise C++ modules report frozen objects as leaked at exit
 
 
-HELD_SECONDS = 30.0  # a watchdog that has not reported this long after its limit is itself stuck
+HELD_SECONDS = 30.0  # if a watchdog is silent for this long after its limit, it is stuck too
 
 
 def stacks_file(logs: str, rank: int) -> Path:

@@ -94,7 +94,7 @@ def open_run(
     seen = gather_on_main(accelerator, run.sees(token))
     others = {host for host, sees in zip(run.hosts, seen, strict=False) if not sees}
     hosts = on_main_then_broadcast(accelerator, lambda: ", ".join(sorted(others)))
-    run.is_shared, must_be_shared = not hosts, True  # the next line may be deleted
+    run.is_shared, must_be_shared = not hosts, True  # the next line belongs to an optional part
     must_be_shared = not run.config.checkpoints.mirror
     if hosts and must_be_shared:
         raise ConfigError(not_shared(run.folder, hosts, run.hosts[0]))

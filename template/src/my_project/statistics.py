@@ -10,11 +10,11 @@ all-reduce. With one process, torch alone updates the statistics. A skipped step
 were.
 
 This is exact if all micro-batches of a step call a layer equally often. If some micro-batches call
-it more often than others, or not at all, a part's weight assumes that later micro-batches call the
-layer as often as the part's own micro-batch, and the weights are normalized. The average is then
-the same for two or more processes. A layer without a counted call keeps what the recipe or torch
-has written in it. Not handled here: SyncBatchNorm, InstanceNorm, and layers with momentum None,
-which average over all calls.
+it more often than others, or not at all, the part of a micro-batch that called it c times is
+weighted as if each later micro-batch had called it c times too, and the weights are normalized. The
+result is then equal for any number of processes above one. A layer without a counted call keeps
+what the recipe or torch has written in it. Not handled here: SyncBatchNorm, InstanceNorm, and
+layers with momentum None, which average over all calls.
 """
 
 from typing import Any

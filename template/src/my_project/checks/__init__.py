@@ -1,1 +1,1 @@
-"""Find what would silently make training wrong; the config's `checks` switch each check off."""
+"""Find what would silently make training wrong; the config can turn each check off."""

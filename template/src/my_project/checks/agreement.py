@@ -105,7 +105,7 @@ class Agreement:
         self.reading = self._read() if is_on and not self.is_restart_in_place else None
 
     def _read(self, *, is_backward: bool = False) -> Reading:
-        """Read samples; only one rank of each node reads samples in lanes.
+        """Read samples; only one rank of each node reads those that are read in lanes.
 
         A dataset with an open file is left out: another process would move the file's position.
         """
@@ -213,7 +213,8 @@ def sources() -> dict[str, str]:
 def is_installed_package(name: str) -> bool:
     """Return whether a top-level package, and so each of its modules, is installed."""
     spec = getattr(sys.modules.get(name), "__spec__", None)
-    file = getattr(spec, "origin", None) or f"{name}.py"  # a folder or a script has no file
+    # a folder without __init__.py has no origin, and a script has no spec
+    file = getattr(spec, "origin", None) or f"{name}.py"
     is_own = name in (PACKAGE, "__main__")
     return not is_own and (not file.endswith(".py") or is_installed(name, file))
 

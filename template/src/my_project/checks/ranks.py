@@ -1,8 +1,8 @@
 """Check that all ranks hold the same weights and buffers, and that a forward changes no weights.
 
-Nothing is compared in a step. After the first step of a start and at each save, two numbers for
-each tensor are compared, by all-reduce. Hashes would not do: a rank on another type of CPU rounds
-differently, which does no harm.
+Ranks are not compared within a step. After the first step of a start and at each save, two numbers
+for each tensor are compared, by all-reduce. Hashes would not do: a rank on another type of CPU
+rounds differently, which does no harm.
 """
 
 from collections import defaultdict
@@ -29,8 +29,8 @@ ROUNDING, MAX_DIFFERENCE = 1e-5, 1e-3
 CHUNK = 2**18  # the number of elements of a tensor that are converted together
 
 REMEDY = (
-    "Only the optimizer may change a parameter: set it in build_model, from samples read there, or"
-    " let the forward use a value computed from it (also instead of nn.Embedding's max_norm)."
+    "Only the optimizer may change a parameter. If its first value depends on samples, read them in"
+    " build_model; in place of a limit, such as nn.Embedding's max_norm, use a limited copy."
 )
 UNEQUAL = "after step {step} the ranks differ in the {kind} {names}, by {worst:.1e} of its norm"
 UNEQUAL_MESSAGES = {
@@ -56,7 +56,7 @@ class EqualRanks:
     """Compare weights and buffers between the ranks; watch what the first forwards change."""
 
     def __init__(self, findings: Findings, model: RecipeModule, accelerator: Accelerator) -> None:
-        """Begin a start; its weights are loaded, and the model is in training mode.
+        """Note what to compare. Weights are loaded, and the model is in training mode.
 
         Args:
             findings: the findings of this run.
@@ -100,8 +100,9 @@ class EqualRanks:
     def after_forward(self) -> None:
         """Check, in a single process, what the first forward of the first two steps has changed.
 
-        A weight that is clipped regardless of the data changes in each step; a weight that is set
-        from the first batch changes once. Several ranks compare their weights instead.
+        Report a weight that changed once, such as one that is set from the first batch, and one
+        with a max_norm; not one that changes each time, such as one that is clipped. Several ranks
+        compare their weights instead.
         """
         if self.hooks or not self.before:
             return

@@ -109,7 +109,7 @@ def check_sums(
             raise
         except Exception as error:  # loss need not accept batches of another size
             reason = " ".join(f"{type(error).__name__}: {error}".split())
-            findings.passed("recipe", f"loss could not be compared with its halves: {reason}")
+            findings.passed("recipe", f"loss fails on half of the samples: {reason}")
     if problem := on_main_then_broadcast(accelerator, lambda: problem):
         place = source_location(recipe.loss)
         findings.run.is_loss_a_sum = False

@@ -13,7 +13,7 @@ from .recipe import check_settings, check_sums
 
 
 class Checks:
-    """Find what would silently make training wrong; nothing is compared within a step."""
+    """Find what would silently make training wrong; ranks are not compared within a step."""
 
     def __init__(
         self,

@@ -74,7 +74,7 @@ class Performance:
             if not self.throughput.is_counted and self.is_main:
                 self.throughput.begin_counting()
             yield batch
-            self.throughput.end_counting()  # with accumulation, no optimizer step has ended it
+            self.throughput.end_counting()  # an optimizer step ends it too
             began = time.perf_counter()
 
     def step_ended(self, step: int) -> None:
