@@ -12,7 +12,7 @@ from torch.utils.data import default_collate
 
 from my_project.config import ConfigError
 from my_project.loading.layout import batch_layout
-from my_project.loading.loader import Fetch, cpus_per_process, indexed_batches, make_loader
+from my_project.loading.loader import Fetch, cpus_per_process, make_loader, read_batches
 from my_project.loading.seeding import derive_seed, sample_keys
 
 
@@ -44,7 +44,7 @@ def batches(
         object.__setattr__(config.recipe, "collate", recipe["collate"])
     layout = batch_layout(config.batches, processes)
     parts = [
-        list(indexed_batches(config, data or Drawing(), layout, steps, on_cpu(rank)))
+        list(read_batches(config, data or Drawing(), layout, steps, on_cpu(rank)))
         for rank in range(processes)
     ]
     # micro-batch m of a global batch is the m // processes-th of process m % processes

@@ -36,7 +36,7 @@ from .loading.layout import (
     lengths,
     total_steps,
 )
-from .loading.loader import indexed_batches
+from .loading.loader import read_batches
 from .loading.prepare import prepare_data
 from .loading.seeding import seed_forward
 from .loading.streams import StreamBatches
@@ -183,7 +183,7 @@ def build(
         run.write_status("running")
 
     steps = range(state.step, run.total_steps)
-    make_batches: Any = indexed_batches
+    make_batches: Any = read_batches
     if is_stream(train_set):
         make_batches = partial(StreamBatches, states=state.stream_states)
     batches = make_batches(config, train_set, layout, steps, accelerator)

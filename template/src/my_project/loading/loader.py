@@ -28,7 +28,7 @@ from .layout import BatchLayout
 from .seeding import Key, SampleSeeds, SeedSamples, derive_seed, sample_keys, seed_rng
 
 
-def indexed_batches(
+def read_batches(
     config: Config, data: Dataset, layout: BatchLayout, steps: range, accelerator: Accelerator
 ) -> Iterator[Any]:
     """Return the micro-batches of this rank for these steps, from a map-style dataset.
