@@ -91,8 +91,8 @@ def build_datasets(
         sets = {"the training set": train} | validation_sets
     for name, data in sets.items():
         if isinstance(data, type) or not isinstance(name, str):
-            problem = f"returned {described(data)} under the name {name!r}"
-            refuse(recipe, "build_datasets", f"{problem}: use text, and an object of the class.")
+            problem = f"returned, as {name!r}, {described(data)}"
+            refuse(recipe, "build_datasets", f"{problem}; use text as the name, and an object.")
         # torch's IterableDataset has a __getitem__, but it only raises
         if isinstance(data, IterableDataset) or not hasattr(data, "__getitem__"):
             problem = f"returned {type(data).__name__} as {name}, which has no index (data[i])"
