@@ -80,7 +80,7 @@ def read_config(file: Path) -> dict[str, Json]:
         paths = [path for folder in folders for path in folder.glob("*.yaml")]
         files = {path.stem: path for path in paths if path.is_file()}  # not a broken link
         similar = get_close_matches(file.stem, files, n=1)
-        where = f"{[*files.values()][-1].parent}/ has some." if files else "configs/ has none here."
+        where = f"look in {[*files.values()][-1].parent}/." if files else "configs/ has none here."
         hint = f"did you mean {files[similar[0]]}?" if similar else where
         raise ConfigError(f"there is no config file {file}; {hint}")
     if not (settings := read_yaml(file)):

@@ -94,7 +94,7 @@ def find_damage_together(accelerator: Accelerator, folder: Path, *, is_shared: b
 
 
 def clean_up(run_folder: Path) -> None:
-    """Remove what a killed save left, and put back what it had moved. Called by rank 0, first."""
+    """Remove what a killed save left, and restore what it had moved. Called by rank 0, first."""
     for name in ("export", "best"):
         for before in sorted(run_folder.glob(f".{name}.before-*"), reverse=True):
             if os.path.lexists(run_folder / name):

@@ -301,7 +301,7 @@ def missing_end(folder: Path) -> list[dict[str, Any]]:
 
 # ---- for schedulers ------------------------------------------------------------------------------
 def steps_at_launches(folder: Path) -> list[int]:
-    """Return the step of the newest checkpoint at the begin of each launch so far, and now.
+    """Return the step of the newest checkpoint when each launch so far began, and now.
 
     -1 stands for no checkpoint. Call this when a launch begins, so that all its nodes read the same
     steps.
