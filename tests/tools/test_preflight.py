@@ -13,7 +13,7 @@ import pytest
 import torch
 from my_project.process import note_blamed
 from my_project.tools import preflight
-from runs import make_config, quick
+from runs import change, make_config, quick
 from world import run_world
 
 
@@ -48,9 +48,15 @@ def check(folder, fault: str = "") -> tuple[int, str, str]:
         other = os.environ["RANK"] == "1"
         preflight.installed = lambda: {"torch": "1", "torchmetrics": "0.0.1" if other else "1"}
         preflight.code_digest = lambda config: str(other)
+    config = make_config(folder)
+    if fault == "no shared storage":
+        own = folder / os.environ["RANK"]
+        own.mkdir()
+        os.chdir(own)
+        config = change(config, runs_folder="runs", checkpoints__mirror=f"file://{folder}/mirror")
     out, err = io.StringIO(), io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-        code = preflight.main(make_config(folder))
+        code = preflight.main(config)
     return code, out.getvalue(), err.getvalue()
 
 
@@ -61,6 +67,12 @@ def test_two_processes_pass_and_what_was_measured_is_kept(tmp_path):
     kept = json.loads((tmp_path / "preflight.json").read_text())
     assert kept["in_node_bytes_per_second"] > 1e6
     assert [path.name for path in tmp_path.iterdir()] == ["preflight.json"], "nothing else is left"
+
+
+def test_with_a_mirror_the_run_folder_need_not_be_shared(tmp_path):
+    (code, shown, said), (other_code, *_) = run_world(2, check, tmp_path, "no shared storage")
+    assert (code, other_code) == (0, 0), said
+    assert "preflight passed" in shown
 
 
 FAULTS = [

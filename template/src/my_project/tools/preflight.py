@@ -130,7 +130,10 @@ def seconds_per_call(call: Callable[[], Any], repeats: int = 5) -> float:
 
 
 def folder_problem(accelerator: Accelerator, config: Config) -> str:
-    """Return a message if this node does not see a file that rank 0 writes; "" if it does."""
+    """Return a message if this node does not see a file that rank 0 writes; "" if it does.
+
+    With a mirror, the nodes need no shared storage.
+    """
     folder, host = Path(config.runs_folder), socket.gethostname()
 
     def write_on_main() -> tuple[str, str]:
@@ -146,7 +149,11 @@ def folder_problem(accelerator: Accelerator, config: Config) -> str:
             os.listdir(folder.parent)
         return (folder / name).exists()
 
-    problem = "" if wait_until(is_visible, 20) else not_shared(folder, host, main_host)
+    problem = (
+        ""
+        if config.checkpoints.mirror or wait_until(is_visible, 20)
+        else not_shared(folder, host, main_host)
+    )
     accelerator.wait_for_everyone()
     if accelerator.is_main_process:
         (folder / name).unlink()
