@@ -35,8 +35,8 @@ test-one-host: .venv/installed
 test-loop: .venv/installed ## Run the tests of the loop against a project: PROJECT=path ARGS="-k resume"
 	$(IN_PROJECT) $(or $(PROJECT),template) $(WORKERS) -m "not slow and not gpu" $(ARGS)
 
-# Sums round differently on other CPUs, and no numeric test may depend on the last bit. The numeric
-# tests of a project run with AVX2 in tests/test_lowest_versions.py.
+# Sums round differently on other CPUs, and no numeric test may depend on the last bit. With AVX2,
+# those in template/tests run in tests/test_lowest_versions.py, so only tests/loop runs here.
 NUMERIC := $(patsubst %,tests/%.py,$(addprefix test_,loader evaluation metrics resume same_curve) $(addprefix loop/test_,optim sharded streams) $(addprefix recipes/test_,embedding segmentation))
 test-cpus: .venv/installed ## Run the numeric tests with the instruction sets of older CPUs
 	ATEN_CPU_CAPABILITY=default ONEDNN_MAX_CPU_ISA=SSE41 $(IN_PROJECT) template $(WORKERS) -m "not gpu" $(NUMERIC)
@@ -55,7 +55,7 @@ lint: .venv/installed ## Check formatting, lint, types and shell scripts
 bench: .venv/installed ## Time the loop and hand-written PyTorch in one run; PEERS=1 adds other libraries
 	$(BIN)/python benchmarks/loop.py $(if $(PEERS),--peers)
 
-faults: .venv/installed ## Test doctor on 60 faults, wrong recipes, 100 sound runs, 216 kills, lost nodes: 90 minutes, partly as root
+faults: .venv/installed ## Test doctor, messages and resuming: 60 faults, wrong recipes, 100 sound runs, 216 kills, lost nodes: 90 minutes, partly as root
 	$(BIN)/python tests/faults.py
 	$(BIN)/python tests/faults.py --files
 	$(BIN)/python tests/silence.py

@@ -54,7 +54,7 @@ ROOMS = (
     ),
     Room(
         name="launching",
-        goes="There is no `train` (nor `make train`), no `launch`, no restart in place and no"
+        goes="There is no `train` (or `make train`), no `launch`, no restart in place and no"
         " summary at the end; `accelerate launch -m my_project.train` and torchrun still work. The"
         " scripts in launch/ and the planner need `launching/`, so they are deleted too.",
         files=("launching/", "launch.py", "tools/planner.py", "tools/simulate.py", "launch/"),
@@ -64,7 +64,7 @@ ROOMS = (
     ),
     Room(
         name="commands",
-        goes="There are no commands `evaluate` (nor `make evaluate`), `predict`, `export`, and no"
+        goes="There are no commands `evaluate` (or `make evaluate`), `predict` or `export`, and no"
         " protection from a stranger's folder of weights. Runs still export their weights.",
         files=("commands.py", "weights.py", "safety/trust.py", "safety/search_path.py"),
         word=r"search_path|\bcommands\b",
@@ -92,8 +92,7 @@ ROOMS = (
     ),
     Room(
         name="mirror",
-        goes="A run is lost if its disk is lost, all nodes need a shared disk, and commands accept"
-        " no URL.",
+        goes="A lost disk loses the run, all nodes need a shared disk, and commands accept no URL.",
         files=("mirror/",),
         word=r"[Mm]irror",
         lines={
@@ -265,7 +264,7 @@ ROOMS = (
     ),
     Room(
         name="samples",
-        goes="Evaluations do not show the model's answers for samples.",
+        goes="Evaluations show no predictions for samples.",
         files=("records/samples.py",),
         word=r"import samples|samples\.show",
         lines={"train.py": 2},

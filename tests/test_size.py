@@ -1,4 +1,4 @@
-"""Ceilings for the size of what a user owns; they may only fall.
+"""Ceilings for the size of what a user owns; decision 0011 says when one may rise.
 
 A line of code is one that is not blank, a comment or part of a docstring, so documentation costs
 nothing. The files of recipes/ belong to the user and do not count.
@@ -20,9 +20,9 @@ CEILINGS = {
     "lines of train.py and all that it imports": 8_457,
     "files of train.py and all that it imports": 55,
     "lines of the package without tools/": 11_132,
-    "lines of tools/": 2_537,
+    "lines of tools/": 2_538,
     "lines of template/tests": 4_268,
-    "lines of template/tests and tests": 21_608,
+    "lines of template/tests and tests": 21_620,
     "settings": 60,
     "methods of a recipe": 14,
     "lines of launching/": 2_031,
@@ -38,8 +38,8 @@ NO_CODE = {
 
 
 @cache
-def code_lines(path: Path) -> int:
-    """Count the lines that hold code."""
+def code_line_numbers(path: Path) -> set[int]:
+    """Return the numbers of the lines that hold code."""
     text = path.read_text(encoding="utf-8")
     lines: set[int] = set()
     for token in tokenize.generate_tokens(io.StringIO(text).readline):
@@ -49,7 +49,12 @@ def code_lines(path: Path) -> int:
         is_text = isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
         if is_text and isinstance(node.value.value, str):
             lines -= {*range(node.lineno, (node.end_lineno or node.lineno) + 1)}
-    return len(lines)
+    return lines
+
+
+def code_lines(path: Path) -> int:
+    """Count the lines that hold code."""
+    return len(code_line_numbers(path))
 
 
 def imported(module: Path) -> set[Path]:
@@ -96,19 +101,14 @@ def counts() -> dict[str, int]:
 
 def functions() -> dict[str, int]:
     """Return the number of code lines of each function in train.py, by name."""
-    text = (PACKAGE / "train.py").read_text(encoding="utf-8")
+    path = PACKAGE / "train.py"
     return {
-        node.name: len(text.splitlines()[node.lineno - 1 : node.end_lineno])
-        - sum(not line.strip() or line.strip().startswith("#") for line in lines_of(text, node))
-        - len(lines_of(text, node.body[0])) * bool(ast.get_docstring(node))
-        for node in ast.parse(text).body
+        node.name: len(
+            code_line_numbers(path) & {*range(node.lineno, (node.end_lineno or node.lineno) + 1)}
+        )
+        for node in ast.parse(path.read_text(encoding="utf-8")).body
         if isinstance(node, ast.FunctionDef)
     }
-
-
-def lines_of(text: str, node: ast.stmt) -> list[str]:
-    """Return the lines of a statement."""
-    return text.splitlines()[node.lineno - 1 : node.end_lineno]
 
 
 def uses_of_any(path: Path) -> int:

@@ -312,7 +312,7 @@ def evaluations(_: Path) -> Rows:
     found = [run_world(2, evaluate, *how) for how in ((range(20), None), (Stream(), False))]
     (listed, _), (stream, reads_all) = (zip(*by_rank, strict=True) for by_rank in found)
     _, dispatched = zip(*run_world(2, evaluate, Stream(), None), strict=True)
-    counted = "{} samples for 20; for a stream with `dispatch_batches=False`, {}".format
+    counted = "{1} samples for 20 of a stream with `dispatch_batches=False`; otherwise {0}".format
     everywhere = "{} of 2 processes hold all predictions".format
     reads = "ranks read {} and {} of 20 samples; with `dispatch_batches=False`, {} and {}".format
     return {
@@ -397,7 +397,10 @@ def sharded(folder: Path) -> Rows:
     recipe = Language(folder=str(folder / "language"), validation_samples=0)
     config = change(make_config(folder, recipe), steps=2)
     at_once, later = (outcome(save_and_load, folder / "saved") for _ in range(2))
-    counts = "optimizers hold {} and {} of 4 parameters; with rank 1 on meta, {} and {}".format
+    counts = (
+        "on ranks 0 and 1, the optimizer holds {} and {} of 4 parameters; if rank 1 begins on the"
+        " meta device, {} and {}"
+    ).format
     found = [*run_world(2, held, False), *run_world(2, held, True)]
     return {
         "3896": ("loads", at_once, ""),

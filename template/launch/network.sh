@@ -1,5 +1,5 @@
-# Settings of NCCL and gloo for the network between the nodes. Every launcher sources this file on
-# each node; on one machine run `source launch/network.sh` before the command.
+# Settings of NCCL and gloo for the network between the nodes. The scripts in launch/ source this
+# file on each node; before a command by hand, run `source launch/network.sh`.
 #
 # First leave all of them commented out: NCCL finds the network itself, and NCCL_DEBUG=INFO (below)
 # says which one it uses. Uncomment what the preflight or your cluster's documentation names. An
@@ -26,7 +26,7 @@
 # [4] https://pytorch.org/docs/stable/distributed.html
 # shellcheck shell=bash
 
-# ---- TCP, and the start of all networks ----------------------------------------------------------
+# ---- TCP, by which NCCL connects on every network ------------------------------------------------
 # The interface between the nodes (ip -br addr lists all). The launcher sets gloo's interface to the
 # one with the route to the main node. NCCL takes prefixes; = means a whole name, ^ excludes. By
 # default it uses neither lo nor docker*, and prefers ib* [1].
@@ -36,7 +36,7 @@
 # export NCCL_NSOCKS_PERTHREAD=4     # [1] with the line above; the product is at most 64
 
 # ---- InfiniBand and RoCE -------------------------------------------------------------------------
-# export NCCL_IB_HCA==mlx5_0,mlx5_1  # [1] the adapters to use (ibstat lists them); mlx5_0:1, a port
+# export NCCL_IB_HCA==mlx5_0,mlx5_1  # [1] the adapters to use (ibstat lists them); :1 is a port
 # export NCCL_IB_TIMEOUT=22          # [1] for error 12 on large networks: 17 s per try, not 4 s
 # export NCCL_IB_DISABLE=1           # [1] use TCP, to find out whether InfiniBand is the cause
 
@@ -51,7 +51,7 @@
 # export FI_EFA_USE_HUGE_PAGE=0      # [3] if loader workers fail with "Cannot allocate memory"
 
 # ---- inside a node -------------------------------------------------------------------------------
-# export NCCL_P2P_DISABLE=1          # [1] if GPUs hang on each other: PCI ACS or an IOMMU [2]
+# export NCCL_P2P_DISABLE=1          # [1] if transfers between GPUs hang: PCI ACS, IOMMU [2]
 # export NCCL_SHM_DISABLE=1          # [1] if /dev/shm is too small and cannot be enlarged
 
 # ---- only for debugging [1] ----------------------------------------------------------------------

@@ -80,7 +80,7 @@ for rank in "${!hosts[@]}"; do
             code=0
             "${ssh[@]}" "${hosts[rank]}" "$command" <"$folder/pipe" 2>&1 |
                 sed -u "s|^|${hosts[rank]}: |" || code=$?
-            # ssh lost the node, or it was killed or cut off from node 0: it may join the run again
+            # ssh lost the node, or its launcher was killed or cut off: the node may join again
             [ -n "${MIN_MACHINES:-}" ] && [ "$rank" -gt 0 ] && [[ " 0 2 75 " != *" $code "* ]] || break
             sleep 10
             if [ -e "$folder/code.0" ]; then # the run has ended without this node

@@ -307,7 +307,7 @@ def check_spot() -> None:
     ).stdout.split()
     assert words[:3] == ["-m", "my_project", "train"]
     assert (PROJECT / words[3]).is_file()
-    assert words[4:] == ["--checkpoints.mirror", "s3://my-bucket/runs"]
+    assert words[-2:] == ["--checkpoints.mirror", "s3://my-bucket/runs"]
     schemas = pytest.importorskip("sky.utils.schemas", reason="skypilot is not installed")
     import jsonschema
 

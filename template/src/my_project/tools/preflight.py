@@ -149,11 +149,8 @@ def folder_problem(accelerator: Accelerator, config: Config) -> str:
             os.listdir(folder.parent)
         return (folder / name).exists()
 
-    problem = (
-        ""
-        if config.checkpoints.mirror or wait_until(is_visible, 20)
-        else not_shared(folder, host, main_host)
-    )
+    is_right = config.checkpoints.mirror or wait_until(is_visible, 20)
+    problem = "" if is_right else not_shared(folder, host, main_host)
     accelerator.wait_for_everyone()
     if accelerator.is_main_process:
         (folder / name).unlink()
