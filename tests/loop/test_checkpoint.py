@@ -724,6 +724,23 @@ def test_a_best_that_could_not_be_written_is_written_by_the_next_start(tmp_path)
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
 
 
+def test_a_best_that_an_earlier_start_could_not_write_is_not_forgotten(tmp_path):
+    config = make_config(
+        tmp_path,
+        evaluation__best_metric="validation/auroc",
+        evaluation__best_mode="min",  # the first evaluation is the best
+        evaluation__every_steps=5,
+        checkpoints__every_steps=5,
+    )
+    with pytest.raises(RuntimeError, match=r"best/ could not be saved: .*No space left"):
+        run_world(1, train_without_room_for_best, config)
+    state = json.loads((folder_of(config, 10) / "manifest.json").read_text())["manifest"]["state"]
+    assert (state["best_step"], state["best_failed"]) == (5, True)
+    assert run_world(1, train, config) == [0]
+    ours, theirs = weights(config.folder / "best"), weights(config.folder / "export")
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+
+
 def test_merge_writes_one_file_of_the_weights_or_of_their_average(trained, tmp_path):
     exported = weights(trained.folder / "export")
     for average in (False, True):

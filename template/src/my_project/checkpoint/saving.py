@@ -177,7 +177,7 @@ class Checkpoints:
                 "step": step,
                 "files": listed,
                 "resumed_from": self.run.resumed_from,
-                "state": json.loads(text),
+                "state": json.loads(text) | {"best_failed": "best" in self.failures},
                 "provenance": vars(self.run.provenance),
             }
             manifests.complete(temporary, folder, content)
@@ -364,6 +364,10 @@ class Checkpoints:
         listed = manifest["files"].keys()
         saved, scale = state.pop("optimizer"), state.pop("scaler")
         self.run.compare_numerics(folder, state.pop("numerics"))
+        if state.pop("best_failed", False):
+            text = "best/ could not be saved at step %s: the next evaluation counts as the best"
+            logger.warning(text, state["best_step"])
+            state |= {"best": None, "evaluated_step": -1}
         TensorReader(folder, "model", listed).fill(model_tensors(self.model))
         has_slots = any(name.startswith("optimizer.") for name in listed)  # plain SGD has none
         slots = TensorReader(folder, "optimizer", listed) if has_slots else None
