@@ -21,7 +21,7 @@ from accelerate.utils import (
     InitProcessGroupKwargs,
     parse_flag_from_env,
 )
-from torch.distributed import (  # the documentation's names, which torch does not list
+from torch.distributed import (  # documented here, but not exported for type checkers
     DistNetworkError,
     Store,  # pyright: ignore[reportPrivateImportUsage]
     TCPStore,  # pyright: ignore[reportPrivateImportUsage]
@@ -39,8 +39,7 @@ from .run_files import Numerics
 from .run_folder import Run
 from .settings import did_you_mean
 
-# Launchers that do not set the rank that accelerate reads; for each, the variable with its number
-# of tasks.
+# Launchers that set no rank for accelerate, each with the variable that counts its tasks.
 TASK_COUNTS = {"srun": "SLURM_STEP_NUM_TASKS", "mpirun": "OMPI_COMM_WORLD_SIZE"}
 UNSUPPORTED = {
     "ACCELERATE_USE_DEEPSPEED",
@@ -135,7 +134,7 @@ def keep_on_this_machine() -> str | None:
 
 
 def loopback_store(url: str, timeout: timedelta, **_: object) -> Iterator[tuple[Store, int, int]]:
-    """Yield a store that listens on the loopback interface, the rank, and the world size."""
+    """Yield (store, rank, world size); the store listens on the loopback interface."""
     world_size, rank = world()
     address = ("127.0.0.1", int(os.environ["MASTER_PORT"]))
     try:
@@ -182,8 +181,8 @@ def start_accelerator(config: Config) -> Iterator[Accelerator]:
 def release_groups(accelerator: Accelerator) -> None:
     """Drop the references to process groups that would outlive destroy_process_group.
 
-    DDP's reducer references its group in C++. If that is the last reference, dropping it keeps the
-    GIL while it waits for gloo's threads, and one of them may need the GIL to free a tensor: up to
+    DDP's reducer references its group in C++. If this reference is the last, its destructor holds
+    the GIL while it waits for gloo's threads, one of which may need the GIL to free a tensor: up to
     half of the runs of some tests hung with torch 2.10. Dropping a Python reference releases the
     GIL.
     """
@@ -217,6 +216,7 @@ def ddp_options(config: Config) -> DistributedDataParallelKwargs:
         )
     # gradients as views of DDP's buckets save 4 bytes per parameter and a copy
     options = {"gradient_as_bucket_view": True, "comm_hook": "no"} | config.distributed.ddp
+    options["comm_hook"] = options["comm_hook"] or "no"  # YAML reads no as false
     if options["comm_hook"] not in ("no", "bf16"):
         raise ConfigError(
             f"distributed.ddp.comm_hook is {options['comm_hook']!r}, but must be no or bf16:"
@@ -252,7 +252,7 @@ def numerics(accelerator: Accelerator, run: Run) -> Numerics:
     config = run.config
     is_ddp = accelerator.num_processes > 1
     is_ddp = is_ddp and sharding.kind(accelerator) == "none"
-    # read before parallel.prepare, which compiles and then resets the plugin's backend
+    # read before parallel.prepare, which resets the plugin's backend and then compiles
     plugin: Any = accelerator.state.dynamo_plugin
     return {
         "precision": accelerator.mixed_precision,

@@ -46,10 +46,10 @@ class BatchesConfig:
     micro_batch_size: int = may_change(0, least=0)
     """Maximum number of samples per forward pass; 0: each rank takes its part of the global batch
     in one pass, so dropout and BatchNorm depend on the number of processes. Otherwise the global
-    batch is cut into as few equal micro-batches as possible, which the ranks take in turn, so these
-    are the same for any number of processes up to the number of micro-batches. The launcher halves
-    the value if a pass runs out of memory before the first save, unless this would change the curve
-    for another reason than dropout (memory.py).
+    batch is cut into as few micro-batches as possible, whose sizes differ by at most one. The ranks
+    take them in turn, so they are the same for any number of processes up to their number. The
+    launcher halves the value if a pass runs out of memory before the first save, unless a BatchNorm
+    or the loss depends on it (memory.py).
     """
     workers: int | None = may_change(None, least=0)
     """Loader processes per rank; null: use one fewer than the CPUs of this rank, at most 8."""
@@ -211,7 +211,7 @@ class ProfileConfig:
     """Also record the line of code that called each operator; slower, and larger files."""
 
     def __post_init__(self) -> None:
-        """Refuse `steps` that are not a window; Config refuses a wrong type."""
+        """Refuse a value of `steps` that is not first:last; Config refuses a wrong type."""
         _ = isinstance(self.steps, str) and self.window
 
     @property
@@ -246,8 +246,9 @@ class ChecksConfig:
     code: str | bool = may_change("warn")
     """A run that continues with different code (checks/agreement.py)."""
     ranks: str | bool = may_change("end")
-    """Data, code or a model that differ between the ranks when the run starts
-    (checks/agreement.py), and weights that diverge while it trains (checks/ranks.py)."""
+    """Data, code or a model that differs between the ranks when the run starts
+    (checks/agreement.py), and weights that diverge while it trains (checks/ranks.py); about some of
+    these, such as buffers, `end` only warns (docs/checks.md)."""
 
     def __post_init__(self) -> None:
         """Refuse a level that does not exist."""
@@ -295,7 +296,7 @@ class Config:
     precision: Literal["no", "bf16", "fp16"] | None = may_change(None)
     """Mixed precision; null: use the setting of the accelerate config."""
     tf32: bool = may_change(True)
-    """Allow TF32 for float32 matrix products on GPUs that support it."""
+    """Allow TF32 for float32 matrix products and convolutions on GPUs that support it."""
     channels_last: bool = may_change(False)
     """Use the channels_last memory format, the fastest for convolutions on GPUs; without effect
     under FSDP, which shards contiguous weights only."""
@@ -352,7 +353,8 @@ def check_limits(config: Config) -> None:
     for name, kind, limits in each_setting():
         value = attrgetter(name)(config)
         least, most = limits.get("least", -math.inf), limits.get("most", math.inf)
-        is_within = not isinstance(value, (int, float)) or least <= value <= most
+        is_number = isinstance(value, (int, float))
+        is_within = not is_number or (least <= value <= most and math.isfinite(value))
         if not dataclasses.is_dataclass(value) and not (is_within and fits(value, kind)):
             raise wrong_value(name, value, kind, limits)
 
@@ -476,13 +478,17 @@ def to_yaml(config: Config) -> str:
     """Return a config as YAML that settings.parse reads back.
 
     Raises:
-        ConfigError: a setting holds a secret.
+        ConfigError: a setting holds a secret, or a value that YAML has no type for.
     """
     import yaml
 
     if refusal := secrets_problem(config):
         raise ConfigError(refusal)
-    return yaml.safe_dump(to_dict(config), sort_keys=False, allow_unicode=True)
+    try:
+        return yaml.safe_dump(to_dict(config), sort_keys=False, allow_unicode=True)
+    except yaml.YAMLError as error:
+        value = error.args[-1]
+        raise ConfigError(f"config.yaml cannot hold {value!r}: give a name instead.") from error
 
 
 def fixed_settings(config: Config) -> dict[str, Json]:
@@ -493,7 +499,7 @@ def fixed_settings(config: Config) -> dict[str, Json]:
 def used_fixed_settings(config: Config) -> list[str]:
     """Return the names of the fixed settings that are not at their defaults.
 
-    Those of recipe and batches are always included, since Config has no default recipe or batches.
+    Those of recipe and batches are included unless they are null, since these have no defaults.
     """
     defaults = saved_fixed_settings({}, config)
     return [name for name, value in fixed_settings(config).items() if value != defaults.get(name)]

@@ -1,11 +1,10 @@
 """Call a recipe, and check what its methods return.
 
 A slightly wrong recipe must neither silently fail to train nor end the run after hours. Each check
-raises a ConfigError: one sentence that names the method, its file and its line.
+raises a ConfigError; one for a method of the recipe names the method, its file and its line.
 """
 
 import dataclasses
-import logging
 import math
 import re
 from collections.abc import Callable, Iterable, Mapping
@@ -15,7 +14,6 @@ from typing import TYPE_CHECKING, Any, NoReturn, SupportsFloat, TypeAlias
 
 import numpy as np
 import torch
-import torch.distributed
 from torch import Tensor, nn
 from torch.utils.data import IterableDataset, Subset
 
@@ -30,7 +28,6 @@ from .words import shortened
 if TYPE_CHECKING:
     from torchmetrics import Metric, MetricCollection
 
-logger = logging.getLogger(__name__)
 Metrics: TypeAlias = "dict[str, Metric | MetricCollection]"
 KNOWN_NAMES: dict[str, set[str]] = {  # words in the names of metrics, by best_mode
     "max": {"accuracy", "acc", "precision", "recall", "f1", "iou", "dice", "auroc", "auc", "bleu"},
@@ -90,9 +87,16 @@ def build_datasets(
     if not is_stream(returned[0]):
         sets = {"the training set": train} | validation_sets
     for name, data in sets.items():
+        if name == "train":
+            problem = 'returned a validation set named "train", as the records of training are'
+            refuse(recipe, "build_datasets", f"{problem}: give it another name.")
         if isinstance(data, type) or not isinstance(name, str):
             problem = f"returned, as {name!r}, {described(data)}"
-            refuse(recipe, "build_datasets", f"{problem}; use text as the name, and an object.")
+            refuse(
+                recipe,
+                "build_datasets",
+                f"{problem}; each name must be text, and each dataset an object.",
+            )
         # torch's IterableDataset has a __getitem__, but it only raises
         if isinstance(data, IterableDataset) or not hasattr(data, "__getitem__"):
             problem = f"returned {type(data).__name__} as {name}, which has no index (data[i])"
@@ -105,6 +109,8 @@ def build_datasets(
             refuse(recipe, "build_datasets", f"returned an empty validation set {name}.")
     if config is None or config.overfit_batches is None:
         return train, validation_sets
+    if not hasattr(train, "__len__"):
+        raise ConfigError("overfit_batches needs a training set with a length; set it to null.")
     # the samples that the first steps of a full run would see; all samples if the set has fewer
     count = min(config.overfit_batches * config.batches.global_batch_size, len(train))
     chosen = Subset(train, permutation(len(train), config.seed, 0)(np.arange(count)).tolist())
@@ -207,14 +213,18 @@ def build_metrics(recipe: Recipe) -> Metrics:
     Metrics that aggregate values (MeanMetric, ...) keep NaN, which torchmetrics drops by default.
 
     Raises:
-        ConfigError: a metric has no state that ranks can merge.
+        ConfigError: build_metrics did not return metrics by name, or ranks cannot merge a metric.
     """
     from torchmetrics import MeanMetric, Metric, MetricCollection
     from torchmetrics.aggregation import BaseAggregator
     from torchmetrics.wrappers.abstract import WrapperMetric
 
     build = optional(recipe, "build_metrics")
-    metrics: Metrics = dict(build().items()) if build else {"loss": MeanMetric()}
+    returned = build() if build else {"loss": MeanMetric()}
+    if not hasattr(returned, "items"):
+        problem = f"returned {described(returned)}; it must return a dict of metrics by name."
+        refuse(recipe, "build_metrics", problem)
+    metrics: Metrics = dict(returned.items())
     for name, metric in metrics.items():
         is_metric = isinstance(metric, (Metric, MetricCollection))
         problem = "" if is_metric else f"a {type(metric).__name__}, not a torchmetrics.Metric"
@@ -245,7 +255,7 @@ def metric_parts(metric: nn.Module) -> list["Metric"]:
 
 
 def _keep_nan(metric: "Metric", value: Any, weight: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Replace a method of torchmetrics: return values and weights unchanged.
+    """Replace a method of torchmetrics: return values and weights, NaN included.
 
     With nan_strategy "disable", torchmetrics 1.7 to 1.9 replaces the weights by ones.
     """
@@ -276,9 +286,9 @@ def best_mode(metric: Any, result: str, name: str) -> str:
         modes.add("max" if declared == {True} else "min")
     if len(modes) != 1:
         raise ConfigError(
-            "evaluation.best_mode is null, and torchmetrics and the metric's name do not show, or"
-            f" disagree on, whether a higher or a lower {result} is better: set"
-            " evaluation.best_mode to max or min."
+            f"evaluation.best_mode is null, and it is unclear whether a higher {result} is better:"
+            " torchmetrics and the metric's name do not say, or disagree. Set evaluation.best_mode"
+            " to max or min."
         )
     return modes.pop()
 
@@ -287,7 +297,7 @@ def scalars(recipe: Recipe, name: str, value: SupportsFloat | dict) -> dict[str,
     """Return a metric's result as numbers by name; if it is a dict, the names are <name>/<key>."""
     parts = value if isinstance(value, dict) else {"": value}
     try:
-        return {f"{name}/{key}" if key else name: float(part) for key, part in parts.items()}
+        return {f"{name}/{key}" if key != "" else name: float(part) for key, part in parts.items()}
     except (TypeError, ValueError, RuntimeError) as error:
         problem = (
             f"returned a metric {name} whose result is not a number or dict of numbers: {error}."
@@ -296,7 +306,9 @@ def scalars(recipe: Recipe, name: str, value: SupportsFloat | dict) -> dict[str,
 
 
 def check_best_metric(config: Config, validation_sets: Datasets) -> Config:
-    """Check the recipe's metrics, and that an evaluation will compute best_metric.
+    """Check the recipe's metrics, and that one of them can give best_metric.
+
+    If it is one of several results of a metric, sanity_check also checks its key.
 
     Returns:
         The config, with a null best_mode replaced by the mode that the metric implies.

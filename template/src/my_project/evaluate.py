@@ -46,8 +46,8 @@ def evaluate(
     Args:
         accelerator: this process's Accelerator.
         config: the run's config.
-        model: the prepared model, which calls a function with the plain model
-            (contract.RecipeModule).
+        model: the prepared contract.RecipeModule; model(function, ...) calls the function with the
+            plain model.
         datasets: map-style datasets by name.
         step: the number of steps that the weights have been trained for; passed to `loss`.
         note_progress: called before each micro-batch, since an evaluation may last minutes.
@@ -95,7 +95,7 @@ def evaluate(
 
 @contextmanager
 def evaluation_mode(accelerator: Accelerator, model: nn.Module) -> Iterator[None]:
-    """Inside the block, keep a model in eval mode, without gradients and with rank 0's buffers."""
+    """Broadcast rank 0's buffers; keep a model in eval mode, without gradients, in the block."""
     model.eval()
     renew_sharding(model)
     broadcast_buffers(accelerator, model)
@@ -108,15 +108,27 @@ def evaluation_mode(accelerator: Accelerator, model: nn.Module) -> Iterator[None
 
 
 def sanity_check(run: Run, accelerator: Accelerator, model: nn.Module, sets: Datasets) -> None:
-    """Run one micro-batch of each dataset through the evaluation, before the first step.
+    """Run one micro-batch of each dataset per rank through the evaluation, before the first step.
 
     A mistake in a metric then ends the run before it trains. The results are discarded;
     weights and buffers are restored, and each step is seeded separately, so the run is the same as
     without this check.
+
+    Raises:
+        ConfigError: evaluation.best_metric is not among the results.
     """
     with restored_state(model), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # such as a warning that a micro-batch lacks a class
-        evaluate(accelerator, run.config, model, sets, 0, run.note_progress, is_sanity_check=True)
+        note = run.note_progress
+        results = evaluate(accelerator, run.config, model, sets, 0, note, is_sanity_check=True)
+    wanted, names = run.config.evaluation.best_metric, [*results]
+    unknown = [name for name in names if math.isnan(results[name])]
+    if (
+        wanted
+        and wanted not in names
+        and not any(f"{wanted}/".startswith(f"{n}/") for n in unknown)
+    ):
+        raise contract.no_such_metric(wanted, names)
 
 
 @contextmanager
@@ -197,7 +209,7 @@ def _values(
                 if not is_sanity_check:
                     raise
                 logger.warning("metric %s cannot be computed from one micro-batch: %s", name, error)
-                continue
+                value = math.nan
             values |= contract.scalars(config.recipe, name, value)
         return values
 
@@ -218,7 +230,7 @@ def recipe_loss(config: Config, step: int) -> Callable:
 
 
 def broadcast_buffers(accelerator: Accelerator, model: nn.Module) -> None:
-    """Broadcast the buffers of rank 0, as DDP does in training (except BatchNorm's)."""
+    """Broadcast all buffers of rank 0; in training, DDP does so for all but BatchNorm's."""
     if accelerator.num_processes > 1:
         for buffer in model.buffers():
             values = buffer.contiguous()  # NCCL refuses other layouts, and gloo scrambles them

@@ -13,10 +13,10 @@ The loop calls, in this order:
         Return map-style datasets: `len(data)` and `data[index]`; {} for no validation. A dataset
         with `__getitems__(indices)` is asked for a whole micro-batch in one call, unless it draws
         random numbers (batches.seed_samples). The first micro-batch whose samples draw random
-        numbers may be loaded twice, so a dataset that caches random results needs
-        `batches.seed_samples: true`. If a dataset, even one inside a Subset or ConcatDataset, has
-        `set_epoch(epoch)`, every process that reads the dataset calls this method before the first
-        sample of each epoch; evaluations pass epoch 0.
+        numbers is loaded twice, since the draw is noticed only then; so a dataset that caches
+        random results needs `batches.seed_samples: true`. If a dataset, even one inside a Subset or
+        ConcatDataset, has `set_epoch(epoch)`, every process that reads the dataset calls this
+        method before the first sample of each epoch; evaluations pass epoch 0.
         The training set may be a stream instead, which is divided into lanes. A lane is a logical
         shard of the stream, like a canonical node of MosaicML's streaming: the number of lanes is
         fixed, whatever the world size, and so is the order of the samples. A stream has
@@ -41,40 +41,42 @@ The loop calls, in this order:
         right gradient when the number of items differs between micro-batches. Sum in float32, even
         where autocast returns bf16: `losses.float().sum()`. `model` is the plain module; any of its
         methods may be called. The loop calls `loss` once per micro-batch and equally often on every
-        rank: a rank with one micro-batch fewer repeats its first one with weight 0. In a recipe
-        without `update_metrics`, evaluations call `loss` too, without gradients (so a gradient
-        penalty needs `if torch.is_grad_enabled()`), and `step` is the number of steps trained.
+        rank: a rank with one micro-batch fewer repeats its first one with weight 0. The check
+        before the first step calls `loss` without gradients, and so do evaluations of a recipe
+        without `update_metrics` (so a gradient penalty needs `if torch.is_grad_enabled()`); `step`
+        is then the number of steps trained.
         The loop records scalars, {name: sum}, as train/<name>: like the loss, each is summed over
-        the step's micro-batches and ranks and divided by the items. A value is a number or a scalar
-        tensor; all calls return the same names, and no name is in contract.TRAIN_TAGS.
+        the micro-batches, ranks and steps of a record, and divided by the items. A value is a
+        number or a scalar tensor; all calls return the same names, none in contract.TRAIN_TAGS.
 
 A recipe may also have:
 
     collate(samples) -> batch                     default: torch's default_collate
     parameter_groups(model) -> list of dicts      as for torch.optim; "lr_scale" multiplies lr
-    model_blocks(model) -> list of modules        the modules that FSDP2 gathers, activation
-                                                  checkpointing recomputes and torch.compile
-                                                  compiles, one at a time; none may contain another;
-                                                  default: layers of the same class in a ModuleList
-                                                  or Sequential (blocks.py)
+    model_blocks(model) -> list of modules        the modules that are, one at a time, gathered by
+                                                  FSDP2, recomputed by activation checkpointing and
+                                                  compiled by torch.compile; none may contain
+                                                  another; default: those of Transformers, or layers
+                                                  of one class in a ModuleList or Sequential
+                                                  (blocks.py)
     build_metrics() -> {name: torchmetrics.Metric}    needs update_metrics; default: the mean loss
     update_metrics(model, batch, metrics) -> None
     flops_per_item(model) -> float                FLOPs of forward and backward, for MFU; default:
                                                   counted in the first step
     predict(model, data_info, argument) -> str    what the command predict prints for an input
-    predict_samples(model, data_info, samples, folder)    what it prints without an input: answers
-                                                  for some validation samples, also shown at
-                                                  each evaluation
+    predict_samples(model, data_info, samples, folder)    what the command predict prints without
+                                                  an input: predictions for some validation samples,
+                                                  also shown at each evaluation
     export(model, data_info, tensors, folder) -> (stem, {name: tensor}) or None
                                                   the content of an export, see below; default:
                                                   model.safetensors with all tensors
     load(data_info, folder) -> torch.nn.Module    loads what `export` has written
 
-`samples` is a torch.utils.data.Subset of the validation set. predict_samples returns a str or a
-rich renderable such as a Table; files that it writes into `folder`, such as pictures, are moved to
-the run. Each evaluation calls predict_samples too: on rank
-0 or, where FSDP shards the model, on every rank. It then gets as many samples as evaluation.samples
-says, with their tensors on the model's device (records/samples.py).
+`samples` is a torch.utils.data.Subset of the first validation set. predict_samples returns a str or
+a rich renderable such as a Table; files that it writes into `folder`, such as pictures, are moved
+to the run. Each evaluation calls predict_samples too: on rank 0 or, where FSDP shards the model, on
+every rank. It then gets as many samples as evaluation.samples says, with their tensors on the
+model's device (records/samples.py).
 
 `export` is called twice. The first call is on every rank, with folder None: from `tensors`, the
 model's state, it returns the tensors that the loop should write to <stem>.safetensors, renamed if
@@ -104,12 +106,12 @@ for any world size and after any resume. The loop does not seed a generator that
 for itself (torch.Generator, numpy.random.default_rng): if the recipe makes it once and keeps it,
 the training curve depends on the world size. Make such a generator where it is used, seeded with
 `torch.initial_seed()`, which is the sample's seed in a dataset (unless batches.seed_samples is
-false) and the micro-batch's seed in `loss`.
+false; in `__getitems__`, the first sample's) and the micro-batch's seed in `loss`.
 
-State: if `loss` changes the model in other ways than by gradients (a mean teacher, a queue in a
-buffer), what it reads must change only once per `step`, and only while `model.training`; otherwise
-the result depends on how a step is split into micro-batches. If the change depends on the samples,
-gather or all-reduce it over all ranks. The number of ranks must then divide the number of
+State: if `loss` updates state in the model without gradients (a mean teacher, a queue in a buffer),
+the values that it reads must change only once per `step`, and only while `model.training` is True;
+otherwise the result depends on how a step is split into micro-batches. If the change depends on the
+samples, gather or all-reduce it over all ranks. The number of ranks must then divide the number of
 micro-batches, since otherwise some ranks repeat a micro-batch, whose samples would count twice
 (docs/how-to/state-in-a-buffer.md).
 Only the optimizer may change a trained parameter. The loop calls `model.train()`, which also puts

@@ -34,7 +34,7 @@ from .words import short_path, shortened
 if TYPE_CHECKING:
     from jsonargparse import ArgumentParser
 
-NAME_LENGTH = 100  # characters of a run's name; file systems allow 255 bytes
+NAME_LENGTH = 100  # bytes of a run's name; file systems allow 255
 Source: TypeAlias = Mapping[str, Json]  # settings of a file, or texts by dotted name
 DURATIONS = ("steps", "epochs")
 NULLABLE = {name for name, kind, _ in each_setting() if fits(None, kind)} - {"recipe"}
@@ -80,7 +80,11 @@ def read_config(file: Path) -> dict[str, Json]:
         paths = [path for folder in folders for path in folder.glob("*.yaml")]
         files = {path.stem: path for path in paths if path.is_file()}  # not a broken link
         similar = get_close_matches(file.stem, files, n=1)
-        where = f"look in {[*files.values()][-1].parent}/." if files else "configs/ has none here."
+        where = (
+            f"look in {[*files.values()][-1].parent}/."
+            if files
+            else "the current folder has no configs/*.yaml."
+        )
         hint = f"did you mean {files[similar[0]]}?" if similar else where
         raise ConfigError(f"there is no config file {file}; {hint}")
     if not (settings := read_yaml(file)):
@@ -89,7 +93,10 @@ def read_config(file: Path) -> dict[str, Json]:
 
 
 def unset_duration(sources: Iterable[Source]) -> list[str]:
-    """Return the option that unsets steps if a later source sets epochs, or the reverse."""
+    """Return options that set to null the one of steps and epochs that the last source leaves out.
+
+    The last source is the last one that sets either of them.
+    """
     unset: list[str] = []
     for settings in sources:
         given = [name for name in DURATIONS if settings.get(name) not in (None, "null")]
@@ -111,7 +118,7 @@ def value_text(value: Json) -> str:
 def make_run_name(
     files: list[Path], typed: dict[str, str | None], in_files: Config | None, config: Config
 ) -> str:
-    """Return the name of a run for which no run_name is given.
+    """Return the name of a run for which no run_name is given, from its files and options.
 
     Args:
         files: the config files.
@@ -135,22 +142,22 @@ def make_run_name(
     stem = "+".join(file.stem for file in files) or "run"
     full_name = "-".join([stem, *(f"{key}={shown[key]}" for key in sorted(shown))])
     name = re.sub(r"[^\w.,+=-]", "_", full_name)
-    if len(name) > NAME_LENGTH:
+    if len(name.encode()) > NAME_LENGTH:
         digits = hashlib.sha256(full_name.encode()).hexdigest()[:8]
-        name = f"{name[: NAME_LENGTH - 9]}-{digits}"
+        name = f"{name.encode()[: NAME_LENGTH - 9].decode(errors='ignore')}-{digits}"
     return "run" if name in {"", ".", ".."} else name
 
 
 def typed_names(typed: dict[str, str | None]) -> list[str]:
     """Return the names of the options, and of the settings in a group such as --optim {"lr": 1}.
 
-    The option --recipe alone sets the recipe's class path.
+    The option --recipe also sets recipe.class_path.
     """
     import yaml
 
     names = [*typed]
     for name, text in typed.items():
-        with suppress(yaml.YAMLError):
+        with suppress(yaml.YAMLError, ValueError):  # ValueError: such as 2024-02-30
             value = yaml.safe_load(text or "")
             names += flat(value, f"{name}.") if isinstance(value, dict) else []
     return [*names, *["recipe.class_path"] * ("recipe" in names)]
@@ -222,7 +229,7 @@ def spread(settings: Source, prefix: str = "") -> Iterator[tuple[str, Json]]:
 
 
 def read_value(text: str) -> Json:
-    """Return a typed value as YAML reads it, but read 1e3 as a number."""
+    """Return a value from the command line as YAML reads it, but read 1e3 as a number."""
     import yaml
 
     value: Json = text
@@ -305,7 +312,9 @@ def _explained(message: str, parser: "ArgumentParser", sources: Iterable[Source]
 def parse(
     arguments: list[str] | dict[str, Json], description: str = "", prog: str | None = None
 ) -> Config:
-    """Parse `--config file.yaml --dotted.key value ...`; the last argument wins.
+    """Parse `--config file.yaml --dotted.key value ...`; options override files.
+
+    Of several files or equal options, the last one wins.
 
     Args:
         arguments: command-line arguments, or the settings as plain data.
@@ -337,7 +346,7 @@ def parse(
     words = [*from_files, *words, *unset_duration([*in_files, typed])]
     texts = {name: text for name, text in options if text is not None}
     config = _config(parser, lambda: parser.parse_args(words), [*in_files, texts])
-    if config.run_name != "run":
+    if any("run_name" in source for source in (*in_files, typed)):
         return config
     base = None
     with suppress(ConfigError):  # the files alone may be incomplete or wrong

@@ -7,7 +7,7 @@ accelerate launch --config_file accelerate_configs/cpu_2_processes.yaml \
 from .config import Config
 from .settings import parse_command_line
 
-# Parsed before torch is imported, so that --help and config errors appear immediately.
+# Parsed before torch is imported, so that --help and a wrong path are answered immediately.
 CONFIG = parse_command_line(__doc__ or "") if __name__ == "__main__" else None
 
 from collections.abc import Callable, Iterable, Iterator
@@ -103,8 +103,8 @@ def main(config: Config) -> int:
     """Train to the end, or until asked to stop.
 
     Returns:
-        The exit code: 0 if finished; 75 if stopped by a signal or stop_after, so that the same
-        command resumes the run.
+        The exit code: 0 if finished; 75 if asked to stop (stopping.py), so that the same command
+        resumes the run.
 
     Raises:
         ConfigError: an error that the user can fix.
@@ -229,7 +229,7 @@ def train(t: Training) -> str:
         Why the run ended; "" if it was asked to stop.
     """
     run, state, votes = t.run, t.state, t.votes
-    # the previous start of the run saved this step, but ended before it recorded the evaluation
+    # such as one that the previous start did not record before it ended
     if state.evaluation_is_due(run):
         evaluate_and_record(t)
     elif state.step == 0:
@@ -240,7 +240,7 @@ def train(t: Training) -> str:
     while not (end_reason or votes.stop):
         train_step(t, micro_batches)
 
-        # save before evaluating, so that a failed evaluation loses no step
+        # if both are due, save first, so that a failed evaluation loses no step
         evaluation_due = state.evaluation_is_due(run)
         save_due = is_due(t.config.checkpoints.every_steps, state.step)
         save_due |= state.step == run.total_steps
@@ -312,7 +312,7 @@ def train_step(t: Training, micro_batches: Iterator[Any]) -> None:
 
 
 def observe(t: Training, report: StepReport | None) -> None:
-    """Count the step of a report; None: no other step has been read since the last call."""
+    """Count the step of a report; do nothing for None, which means that no step was to be read."""
     if report:
         t.votes.stop |= report.stop_votes > 0
         t.votes.save |= report.save_votes > 0
