@@ -83,6 +83,8 @@ def test_an_empty_config_is_refused_by_its_name(folder):
         ("--recipe.data_path /elsewhere/data --runs_folder there", "first"),
         ("--config second.yaml --seed 4", "first+second-seed=4"),
         ("--run_name mine --seed 4", "mine"),
+        ("--run_name run --seed 4", "run"),
+        ("--recipe.label 2024-02-30", "first-label=2024-02-30"),  # no date
     ],
 )
 def test_a_run_is_named_after_its_config_and_what_was_typed(typed, wanted):
@@ -93,6 +95,7 @@ def test_a_long_name_is_cut_and_still_its_own():
     one, two = (name("--recipe.label", "x" * 300 + end) for end in "ab")
     assert len(one) == len(two) == NAME_LENGTH
     assert one != two
+    assert len(name("--recipe.label", "\u732b" * 99).encode()) <= NAME_LENGTH
 
 
 def test_config_yaml_keeps_the_name():
@@ -121,7 +124,7 @@ def test_typed_steps_replace_the_epochs_of_the_file(typed, steps, epochs):
         ("--lr 1", "did you mean --optim.lr?"),
         ("--config frist.yaml", "no config file frist.yaml; did you mean first.yaml?"),
         ("--config other.yaml", "no config file other.yaml; look in ./."),
-        ("--config none/x.yaml", "no config file none/x.yaml; configs/ has none here."),
+        ("--config none/x.yaml", "no config file none/x.yaml; the current folder has no config"),
         ("--config broken_link.yaml", "no config file broken_link.yaml; look in ./."),
         ("--recipe.class_path swep.Sweep", "No module named 'swep'"),
         ("--recipe.class_path sweep.Swep", "has no attribute 'Swep'; did you mean Sweep?"),
@@ -146,6 +149,8 @@ def test_typed_steps_replace_the_epochs_of_the_file(typed, steps, epochs):
         ("--optim.lr -1", "optim.lr is -1.0, but must be at least 0"),
         ("--optim.schedule wsd", "optim.decay_steps is 0"),
         ("--epochs 0", "epochs is 0.0, but must be more than 0"),
+        ("--epochs .inf", "epochs is Infinity, but must be more than 0"),
+        ("--optim.lr .inf", "optim.lr is Infinity, but must be at least 0"),
         ("--epochs 3 --steps 5", "steps is 5 and epochs is 3.0"),
         ("--evaluation.patience 2", "evaluation.best_metric"),
         ("--run_name a/b", "run_name 'a/b'"),

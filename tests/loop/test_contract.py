@@ -66,6 +66,8 @@ class Wrong(Ragged):
         }
         if self.wrong in wrong:
             return wrong[self.wrong]
+        if self.wrong == "train":
+            return train, {"train": held_out}
         wrong = {"empty": [], "no index": NoIndex(), "no length": NoLength()}
         return train, {"held_out": wrong[self.wrong]} if self.wrong in wrong else validation_sets
 
@@ -85,6 +87,8 @@ class Wrong(Ragged):
         return {"one value": total, "negative": (total, -1)}.get(self.wrong, (total, weight))
 
     def build_metrics(self) -> Any:
+        if self.wrong == "metrics":
+            return [*super().build_metrics().values()]
         if self.wrong != "vector":
             return super().build_metrics()
         from torchmetrics.classification import MulticlassAccuracy
@@ -116,6 +120,8 @@ class Wrong(Ragged):
         ("build_model", "no model", "returned nothing; it must return a torch.nn.Module"),
         ("build_model", "class", "returned the class "),
         ("build_model", "weights", "returned a dict; it must return a torch.nn.Module"),
+        ("build_datasets", "train", 'returned a validation set named "train"'),
+        ("build_metrics", "metrics", "); it must return a dict of metrics by name"),
         ("build_datasets", "empty", "returned an empty validation set held_out"),
         ("build_datasets", "no index", "as held_out, which has no index"),
         ("build_model", "sparse", "has the sparse buffer adjacency, which neither a checkpoint"),
@@ -135,6 +141,23 @@ def test_a_wrong_return_value_is_refused_before_the_first_step(tmp_path, method,
     assert not list(config.folder.glob("checkpoints/*"))
     path = config.folder / "metrics.jsonl"
     assert not path.exists() or '"interval"' not in path.read_text()
+
+
+def test_a_result_that_no_metric_has_is_refused_before_the_first_step(tmp_path):
+    wanted = {"evaluation__best_metric": "validation/auroc/x", "evaluation__best_mode": "max"}
+    config = make_config(tmp_path, **wanted)
+    with pytest.raises(ConfigError, match=r"is validation/auroc/x, but the evaluation computes "):
+        train(config)
+    assert not list(config.folder.glob("checkpoints/*"))
+    assert contract.scalars(Ragged(), "by_class", {0: 1.0, 1: 0.5}) == {
+        "by_class/0": 1.0,
+        "by_class/1": 0.5,
+    }
+
+
+def test_a_stream_has_no_batches_to_overfit(tmp_path):
+    with pytest.raises(ConfigError, match="overfit_batches needs a training set with a length"):
+        train(make_config(tmp_path, Streamed(), overfit_batches=1))
 
 
 class Loaded(Ragged):
@@ -297,6 +320,16 @@ class Settings(Ragged):
     path: Path = Path("a/b")
     palette: Palette = dataclasses.field(default_factory=Palette)
     derived: int = dataclasses.field(init=False, default=3)
+
+
+@Recipe
+class Calling(Ragged):
+    activation: Any = torch.relu
+
+
+def test_a_setting_that_yaml_cannot_hold_is_refused(tmp_path):
+    with pytest.raises(ConfigError, match=r"config\.yaml cannot hold <built-in method relu"):
+        train(make_config(tmp_path, Calling()))
 
 
 @pytest.mark.slow
