@@ -51,7 +51,8 @@ def described(value: object) -> str:
         return f"the class {value.__name__}, not an object of it"
     if isinstance(value, (tuple, list)):
         return f"({', '.join(map(described, value[:4]))})"
-    return "nothing" if value is None else f"a {type(value).__name__}"
+    kind = type(value).__name__
+    return "nothing" if value is None else f"a{'n' * (kind[0] in 'AEIOUaeiou')} {kind}"
 
 
 # ---- datasets ------------------------------------------------------------------------------------

@@ -197,8 +197,8 @@ def problems(kind: type) -> list[str]:
     messages = []
     try:
         recipe = object.__new__(kind)  # without its fields, to look methods up as the loop does
-    except TypeError:  # a function, a module, a class written in C
-        return [f"it is not a class written in Python, but of type {type(kind).__name__}"]
+    except TypeError:  # a function, a module, a class written in C, an abstract class
+        return [f"it is not a concrete class written in Python, but of type {type(kind).__name__}"]
     for name, parameters in PARAMETERS.items():
         method = getattr(recipe, name, None)
         if method is None:
