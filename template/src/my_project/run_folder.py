@@ -114,9 +114,10 @@ class Run:
             from_step=self.from_step,
             seconds=round(time.monotonic() - self.began, 1),
             paused_seconds=round(self.paused_seconds, 3),
-            trackers=dict(self.trackers),  # a copy: a late tracker may add an entry
+            # of a copy, since a late tracker may add an entry
+            trackers={name: mask(link) for name, link in dict(self.trackers).items()},
             warnings=self.status().warnings if self.rank else WARNED.count - self.warned_before,
-            note=note,
+            note=note and mask(note),
             result=None if result is None else files.finite(result),
             patience=patience,
             failure=failure,
