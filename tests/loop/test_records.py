@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from my_project import provenance, run_files, step_sums
-from my_project.config import Config
+from my_project.config import Config, ConfigError
 from my_project.launching import attempts
 from my_project.loading.layout import batch_layout
 from my_project.manifest import read_manifest
@@ -379,6 +379,17 @@ def test_records_from_the_end_are_those_from_the_beginning(tmp_path, monkeypatch
         assert [record for *_, record in found][::-1] == [*run_files.each_record(path)]
         for at, line, _ in found:
             assert path.read_bytes()[at : at + len(line)] == line
+
+
+def test_a_state_without_a_new_field_is_restored_and_a_wrong_type_is_refused(tmp_path):
+    config, saved = make_config(tmp_path), TrainState(step=7, skipped_steps=2).to_dict()
+    del saved["lr_reductions"]  # as if this field had been added after the save
+    state = TrainState()
+    state.restore(saved, config)
+    assert state == TrainState(step=7, skipped_steps=2)
+    for name, value in (("step", None), ("best", "0.5"), ("results", None)):
+        with pytest.raises(ConfigError, match=f"state has {name} .*: it is damaged"):
+            TrainState().restore(saved | {name: value}, config)
 
 
 def test_of_the_step_of_the_state_what_is_not_written_again_stays(tmp_path):
