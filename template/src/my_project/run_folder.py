@@ -38,10 +38,6 @@ from .safety.redaction import MASK, is_secret, mask
 
 logger = logging.getLogger(__name__)
 MAX_ERRORS = 1000  # error files that a start keeps in errors/, or two per rank if that is more
-FINISHED_BEFORE = (
-    "already finished, so nothing is trained; use --resume never to move this run aside and train"
-    " it again, or --run_name to train another run"
-)
 
 
 class Run:
