@@ -1,5 +1,6 @@
 """The lines of a log; the bar of a terminal is in test_train_command.py."""
 
+import logging
 import os
 from types import SimpleNamespace
 
@@ -89,6 +90,16 @@ def test_the_bar_leaves_out_whole_parts_that_do_not_fit(columns, monkeypatch):
         shown = shown.replace(part, "", 1)
     assert not shown.strip() or columns < 20
     assert ("MFU" in line) == (columns == 200)
+
+
+def test_the_bar_leaves_the_handlers_of_the_log_as_they_were():
+    handlers = logging.getLogger().handlers
+    before = [[*handler.filters] for handler in handlers]
+    bar = screen.Screen(SimpleNamespace(total_steps=2))  # type: ignore[arg-type]
+    bar.start(0, {})
+    assert [handler.filters for handler in handlers] != before
+    bar.close()
+    assert [handler.filters for handler in handlers] == before
 
 
 def test_a_text_that_is_cut_off_is_marked():
