@@ -135,6 +135,7 @@ def test_stopped_continued_finished_and_shown_again(project):
     shown = "\n".join(lines)
     assert code == 75, shown
     (step,) = re.findall(r"--- stopped: saved at step (\d+) of 100000 -", shown)
+    assert "saved and stopped" not in shown, "the line without a launcher"
     # the terminal shows the last of them below the block, where the run has ended before
     *_, last = (one for one in lines if one.replace("^C", ""))
     assert last == f"  python -m my_project train {words}"
