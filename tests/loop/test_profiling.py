@@ -40,6 +40,28 @@ def test_a_run_profiles_two_ranks_and_trains_as_without(tmp_path):
     assert_same_weights(profiled, plain)
 
 
+@pytest.mark.parametrize(
+    ("steps", "told"),
+    [
+        ("3:8", "no step is profiled: profile.steps is 3:8, but this start trains 1:2"),
+        ("2:8", ""),
+    ],
+)
+def test_a_run_without_a_step_to_profile_says_so(tmp_path, caplog, steps, told):
+    config = make_config(tmp_path, steps=2, profile=ProfileConfig(steps=steps))
+    assert train(config) == 0
+    assert told in caplog.text
+    assert (config.folder / "profile").exists() == (not told)
+    assert ("no step is profiled" in caplog.text) == bool(told)
+
+
+def test_a_run_that_ends_before_its_steps_are_profiled_says_so(tmp_path, caplog):
+    config = make_config(tmp_path, stop_after="0s", profile=ProfileConfig(steps="8:9"))
+    assert train(config) == 75
+    assert "no step is profiled: the run ended before step 8" in caplog.text
+    assert not (config.folder / "profile").exists()
+
+
 def test_a_run_that_fails_while_it_is_profiled_keeps_the_profile(tmp_path):
     recipe = Ragged(fault="raise", fault_at=4, fault_on_rank=0)
     config = make_config(tmp_path, recipe, profile=ProfileConfig(steps="3:8"))

@@ -1,5 +1,6 @@
 """Records of intervals cover their steps and all ranks; records of starts note what changed."""
 
+import dataclasses
 import json
 import os
 import shutil
@@ -12,14 +13,14 @@ from typing import Any
 import pytest
 import torch
 from my_project import provenance, run_files, step_sums
-from my_project.config import Config
+from my_project.config import Config, ConfigError
 from my_project.launching import attempts
 from my_project.loading.layout import batch_layout
 from my_project.manifest import read_manifest
 from my_project.records import performance, recorder
 from my_project.records.recorder import RecordFile
 from my_project.run_folder import Run
-from my_project.state import StepReport, TrainState
+from my_project.state import NotFiniteError, StepReport, TrainState
 from ragged import Noting, Ragged
 from runs import change, make_config, records, train
 from world import run_world
@@ -132,6 +133,35 @@ def test_a_ranks_own_seconds_end_before_the_all_reduce(monkeypatch):
         reports.append(reader.push(step, sums, 1.0))
     reports.append(reader.flush())
     assert [r.own_seconds for r in reports if r] == [0.25, 2.0, 0.5]
+
+
+def test_the_last_interval_of_a_run_that_skips_too_many_steps_has_their_time(tmp_path, clock):
+    """Not that of the step after them, whose numbers are not read."""
+    log = writer_of(tmp_path, steps=8, telemetry__every_steps=5)
+    take_steps(log, clock, [2, 2, 5])
+    log.__exit__(NotFiniteError)
+    (record,) = records(log.run.config)
+    assert (record["step"], record["step_seconds"]) == (2, 2)
+
+
+def test_an_error_at_the_end_of_training_fails_the_outputs(tmp_path, clock, monkeypatch):
+    """A tracker would wait longer, and show the run as finished."""
+    log = writer_of(tmp_path, steps=8)
+    called: list[str] = []
+    monkeypatch.setattr(recorder, "call", lambda _, name, *__: called.append(name) or [])
+    monkeypatch.setattr(log, "_write_pending", lambda **_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        log.__exit__(None)
+    assert called == ["stop", "failed", "close"]
+
+
+def test_numbers_of_a_rank_fit_if_a_recipe_sets_the_default_dtype():
+    torch.set_default_dtype(torch.float16)
+    try:
+        reports = performance.RankReports(0.5, 0.25, 1, torch.device("cpu"))
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert reports.summarize(["here"])["peak_memory_bytes"] > 65_504  # the largest float16
 
 
 def numerics(config: Config) -> dict[str, Any]:
@@ -251,6 +281,18 @@ def test_steps_that_are_skipped_are_counted_in_their_interval(tmp_path):
 
 
 # ---- MFU -----------------------------------------------------------------------------------------
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Recomputed(Ragged):
+    """Says that its model recomputes activations."""
+
+    is_recomputed: bool = False
+
+    def build_model(self, *arguments: Any) -> torch.nn.Module:
+        model: Any = super().build_model(*arguments)
+        model.gradient_checkpointing = self.is_recomputed
+        return model
+
+
 class Multiplying(torch.optim.AdamW):
     """Multiplies matrices, as Muon does."""
 
@@ -273,6 +315,16 @@ def test_mfu_is_recorded_for_any_recipe(tmp_path, processes, micro_batch_size):
     (record,) = records(config)
     mfu = record["samples_per_second"] * by_hand / (1e6 * processes)
     assert record["mfu"] == pytest.approx(mfu, rel=2e-3)
+
+
+def test_recomputed_operators_do_not_count_twice(tmp_path):
+    """With the attribute that transformers sets in gradient_checkpointing_enable."""
+    for is_recomputed in (False, True):
+        recipe = Recomputed(is_recomputed=is_recomputed, validation_samples=0)
+        name = f"recomputed_{is_recomputed}"
+        config = make_config(tmp_path, recipe, steps=1, run_name=name, telemetry__peak_tflops=1e-6)
+        assert train(config) == 0
+        assert ["mfu" in record for record in records(config)] == [not is_recomputed]
 
 
 @pytest.mark.parametrize(
@@ -379,6 +431,17 @@ def test_records_from_the_end_are_those_from_the_beginning(tmp_path, monkeypatch
         assert [record for *_, record in found][::-1] == [*run_files.each_record(path)]
         for at, line, _ in found:
             assert path.read_bytes()[at : at + len(line)] == line
+
+
+def test_a_state_without_a_new_field_is_restored_and_a_wrong_type_is_refused(tmp_path):
+    config, saved = make_config(tmp_path), TrainState(step=7, skipped_steps=2).to_dict()
+    del saved["lr_reductions"]  # as if this field had been added after the save
+    state = TrainState()
+    state.restore(saved, config)
+    assert state == TrainState(step=7, skipped_steps=2)
+    for name, value in (("step", None), ("best", "0.5"), ("results", None)):
+        with pytest.raises(ConfigError, match=f"state has {name} .*: it is damaged"):
+            TrainState().restore(saved | {name: value}, config)
 
 
 def test_of_the_step_of_the_state_what_is_not_written_again_stays(tmp_path):

@@ -4,6 +4,7 @@ import dataclasses
 import os
 import random
 import re
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from my_project.config import Config
+from my_project.records import samples
 from ragged import Ragged
 from runs import assert_same_weights, change, make_config, quick, records, status, train, weights
 from test_fsdp_on_cpu import ask_for_fsdp
@@ -30,6 +32,7 @@ class Shown(Ragged):
         assert isinstance(samples, torch.utils.data.Subset)
         drawn = torch.rand(()), random.random(), np.random.rand()
         (folder / "picture.png").write_bytes(PICTURE)
+        (folder / "answers.txt").write_text("a name that the loop uses too")
         (folder / "drawn.txt").write_text(" ".join(f"{float(number):.9f}" for number in drawn))
         if self.fails:
             raise ValueError("no answers\nto show")
@@ -58,6 +61,7 @@ def test_an_evaluation_shows_the_weights_that_it_evaluates(tmp_path):
     assert record["sample"] == answers
     assert record["pictures"] == ["samples/step_00000002/picture.png"]
     assert (config.folder / record["pictures"][0]).read_bytes() == PICTURE
+    assert (config.folder / "samples/step_00000002/answers.txt").read_text() == answers
     drawn = {path.read_text() for path in config.folder.glob("samples/*/drawn.txt")}
     assert len(drawn) == 1, "the same random numbers at each evaluation"
 
@@ -66,9 +70,10 @@ def test_the_newest_folders_are_kept_and_steps_not_done_yet_are_removed(tmp_path
     config = shown_config(tmp_path, steps=5, checkpoints__every_steps=3, evaluation__samples=3)
     (config.folder / "samples/step_00000009").mkdir(parents=True)
     (config.folder / "samples/mine").mkdir()
+    (config.folder / "samples/step_00000000").write_text("not a folder")
     assert train(config) == 0
     assert folders_of(config) == ["mine", *(f"step_{step:08d}" for step in (3, 4, 5))]
-    assert records(config, "validation/accuracy")[-1]["sample"].endswith(": 0 7 15")
+    assert all(r["sample"].endswith(": 0 7 15") for r in records(config, "validation/accuracy"))
 
 
 def test_what_fails_is_told_in_one_line_and_the_run_goes_on(tmp_path, caplog):
@@ -80,6 +85,25 @@ def test_what_fails_is_told_in_one_line_and_the_run_goes_on(tmp_path, caplog):
     places = [line.removeprefix(sentence) for line in lines]
     assert len(places) == 2
     assert all(re.fullmatch(r" \(\S+test_samples\.py, line \d+\)", place) for place in places)
+
+
+def test_an_evaluation_is_recorded_without_samples_if_tmp_is_full(tmp_path, caplog, monkeypatch):
+    config = shown_config(tmp_path, evaluation__sanity_check=False)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "missing"))
+    assert train(config) == 0
+    assert ["sample" in r for r in records(config, "validation/accuracy")] == [False, False]
+    assert caplog.text.count("the samples of this evaluation are left out: FileNotFoundError") == 2
+
+
+def test_an_exception_of_a_loader_worker_is_told_without_its_traceback(caplog):
+    with samples.reported():
+        raise ValueError(
+            "Caught ValueError in DataLoader worker process 0.\nOriginal Traceback (most recent"
+            f' call last):\n  File "{__file__}", line 7, in __getitem__\nValueError: no sample 3\n'
+        )
+    (line,) = [record.getMessage() for record in caplog.records]
+    assert "left out: ValueError: no sample 3 (in a loader worker) (" in line
+    assert line.endswith("test_samples.py, line 7)")
 
 
 @pytest.mark.slow

@@ -18,7 +18,7 @@ from accelerate import tracking
 from accelerate.utils import LoggerType
 from my_project.config import Config
 from my_project.records import trackers
-from ragged import Noting
+from ragged import Noting, Ragged
 from runs import change, make_config, quick, status, train
 from world import run_world
 
@@ -55,7 +55,10 @@ class Stub(tracking.GeneralTracker):
 
     @property
     def tracker(self) -> Any:
-        return SimpleNamespace(url="https://example.org/run", dir="")
+        return SimpleNamespace(
+            url="https://me:hidden@example.org/run", dir="",
+            finish=lambda exit_code: self._called(f"finish with {exit_code}"),
+        )  # fmt: skip
 
     def start(self) -> None:
         self._called("start")
@@ -105,11 +108,11 @@ def test_a_tracker_that_fails_is_named_and_loses_only_its_own_records(
     assert (config.folder / "export/model.safetensors").is_file()
     logged = [step for what, step in stubs["wandb"].calls if what == "log"]
     assert set(logged) == {1, 2}
-    assert status(config)["trackers"]["wandb"] == "https://example.org/run"
+    assert status(config)["trackers"]["wandb"] == "https://***@example.org/run"
     assert stubs["wandb"].calls[-1][0] == "finish"
     errors = [r.getMessage() for r in caplog.records if r.levelno == logging.ERROR]
     assert len(errors) == {"no_grad": 0, "hang": 1 + (where == "start")}.get(how, 1)
-    assert all("tracker aim could not" in error for error in errors)
+    assert all(error.startswith("tracker aim ") for error in errors)
     if how != "no_grad":
         assert stubs["aim"].calls[-1][0] == where, "it is asked for nothing more"
 
@@ -122,7 +125,48 @@ def test_a_slow_tracker_loses_records_and_training_does_not_wait(
     stubs["aim"].fails_in, stubs["aim"].how = ("log",), "hang"
     config = change(run_config(tmp_path), steps=6, telemetry__trackers=["aim"])
     assert train(config) == 0
-    assert "1 records wait for it" in caplog.text
+    assert "tracker aim lost a record: its queue already holds 1 records" in caplog.text
+    assert "tracker aim did not finish within 0 s; it may lack records" in caplog.text
+
+
+def test_a_tracker_whose_queue_is_full_at_the_end_is_finished_too(monkeypatch):
+    monkeypatch.setattr(trackers, "MAX_WAITING", 1)
+    may_go_on, calls = threading.Event(), []
+    tracker = SimpleNamespace(finish=lambda: calls.append("finish"))
+    thread = trackers.TrackerThread("aim", lambda: may_go_on.wait() and tracker)  # type: ignore
+    for step in (1, 2):
+        thread.put("log", lambda _, step=step: calls.append(step))
+    thread.put("finish", lambda tracker: tracker.finish())
+    may_go_on.set()
+    thread.join(10)
+    assert calls == [1, "finish"]
+
+
+def test_a_failed_run_is_failed_in_wandb(tmp_path, stubs):
+    config = change(run_config(tmp_path), recipe=Ragged(fault="raise", fault_at=1, fault_on_rank=0))
+    with pytest.raises(ValueError, match="told to fail"):
+        train(config)
+    assert stubs["wandb"].calls[-1][0] == "finish with 1"
+    assert stubs["aim"].calls[-1][0] == "finish"
+
+
+@pytest.mark.parametrize(
+    ("store", "shown"),
+    [
+        ("", "mlflow ui --backend-store-uri sqlite:///{folder}/mlflow.db"),
+        ("sqlite:///a.db", "mlflow ui --backend-store-uri sqlite:///a.db"),
+        ("https://me:hidden@host/", "https://***@host/"),
+    ],
+)
+def test_mlflow_shows_where_its_records_are(tmp_path, stubs, monkeypatch, store, shown):
+    monkeypatch.setitem(tracking.LOGGER_TYPE_TO_CLASS, "mlflow", stubs["aim"])
+    monkeypatch.setattr(tracking, "_available_trackers", [LoggerType.MLFLOW])
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", store)
+    if not store:
+        monkeypatch.delenv("MLFLOW_TRACKING_URI")
+    config = change(run_config(tmp_path), telemetry__trackers=["mlflow"])
+    assert train(config) == 0
+    assert status(config)["trackers"] == {"mlflow": shown.format(folder=tmp_path)}
 
 
 # ---- what is logged ------------------------------------------------------------------------------

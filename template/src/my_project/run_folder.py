@@ -38,10 +38,6 @@ from .safety.redaction import MASK, is_secret, mask
 
 logger = logging.getLogger(__name__)
 MAX_ERRORS = 1000  # error files that a start keeps in errors/, or two per rank if that is more
-FINISHED_BEFORE = (
-    "already finished, so nothing is trained; use --resume never to move this run aside and train"
-    " it again, or --run_name to train another run"
-)
 
 
 class Run:
@@ -114,9 +110,10 @@ class Run:
             from_step=self.from_step,
             seconds=round(time.monotonic() - self.began, 1),
             paused_seconds=round(self.paused_seconds, 3),
-            trackers=dict(self.trackers),  # a copy: a late tracker may add an entry
+            # of a copy, since a late tracker may add an entry
+            trackers={name: mask(link) for name, link in dict(self.trackers).items()},
             warnings=self.status().warnings if self.rank else WARNED.count - self.warned_before,
-            note=note,
+            note=note and mask(note),
             result=None if result is None else files.finite(result),
             patience=patience,
             failure=failure,

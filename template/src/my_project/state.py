@@ -8,7 +8,6 @@ import dataclasses
 import logging
 import math
 from dataclasses import dataclass, field
-from types import NoneType
 from typing import NamedTuple
 
 from .config import Config, ConfigError
@@ -18,7 +17,8 @@ from .run_folder import Run
 
 logger = logging.getLogger(__name__)
 
-ROUNDING = 1e-6  # relative; sums on another CPU or world size differ by less
+# relative; the same sums differ by less if they are computed on another CPU or world size
+ROUNDING = 1e-6
 
 
 class NotFiniteError(RuntimeError):
@@ -53,12 +53,9 @@ class StepReport(NamedTuple):
         return not (math.isfinite(self.grad_norm) and self.num_items > 0)
 
 
-NUMBER = (int, float, NoneType)
-
-
 @dataclass(kw_only=True)
 class TrainState:
-    """The loop's state besides tensors, which is `state` in the manifest of a checkpoint."""
+    """What the loop must remember besides tensors: the field `state` of a checkpoint's manifest."""
 
     step: int = 0  # optimizer steps done; data, schedule and random numbers follow from it
     stream_states: list[Json] = field(default_factory=list)  # by lane; [] if lanes have none
@@ -82,11 +79,18 @@ class TrainState:
         return dataclasses.asdict(self)
 
     def restore(self, saved: dict[str, Json], config: Config) -> None:
-        """Restore the fields from a checkpoint; drop a best value for another metric or mode."""
+        """Restore the fields from a checkpoint; drop a best value for another metric or mode.
+
+        A field that was added after the save keeps its default.
+
+        Raises:
+            ConfigError: a field has a value of a wrong type.
+        """
         for f in dataclasses.fields(self):
-            value, before = saved.get(f.name), getattr(self, f.name)
-            is_number = isinstance(before, NUMBER)
-            if not isinstance(value, NUMBER if is_number else type(before)):
+            before = getattr(self, f.name)
+            value = saved.get(f.name, before)
+            kind = (int, float) if isinstance(before, int | float | None) else type(before)
+            if value is not before and not isinstance(value, kind):
                 raise ConfigError(f"a checkpoint's state has {f.name} {value!r}: it is damaged.")
             setattr(self, f.name, value)
         if self.best_of not in ("", best_criterion(config)):  # "": no best value yet
@@ -150,7 +154,11 @@ class TrainState:
         return due and self.evaluated_step != self.step
 
     def record_evaluation(self, config: Config, results: dict[str, float]) -> bool:
-        """Record the results of an evaluation; return whether they are the best so far."""
+        """Record the results of an evaluation; return whether they are the best so far.
+
+        Raises:
+            ConfigError: evaluation.best_metric is not among the results.
+        """
         self.results = results
         self.evaluated_step = self.step
         name = config.evaluation.best_metric

@@ -42,7 +42,10 @@ class StepSums:
         self.allocate(torch.zeros(6, dtype=dtype_of_sums(device), device=device))
 
     def allocate(self, memory: Tensor, names: tuple[str, ...] = ()) -> None:
-        """Keep the sums in a tensor of zeros, which has room for the scalars with these names."""
+        """Keep the sums in this tensor, which has room for the scalars with these names.
+
+        Only its elements after the scalars may differ from zero.
+        """
         self.tensor = memory
         self.over_all_ranks = memory[LOSS:]
         self.numbers = memory[: 6 + len(names)]
@@ -73,7 +76,7 @@ class StepSums:
         if scalars.keys() != self.indices.keys():
             raise ConfigError(
                 f"loss returned the scalars {sorted(scalars)}, but {sorted(self.indices)} in the"
-                f" first step of this process; return the same names each time, with 0.0 where"
+                " first step of this process; return the same names each time, with 0.0 where"
                 " there is nothing to add."
             )
         for name, value in scalars.items():
@@ -117,7 +120,7 @@ def seconds_between(began: Any, ended: Any) -> float:
 
 
 class HostCopy:
-    """A tensor on its way to the host: from a GPU by an asynchronous copy; on a CPU, the tensor."""
+    """A tensor that a GPU copies to the host asynchronously; a CPU's tensor is not copied."""
 
     def __init__(self, tensor: Tensor) -> None:
         self.tensor = tensor
@@ -145,7 +148,7 @@ class DelayedReader:
         self.pending: tuple[int, HostCopy, Timestamp, Timestamp] | None = None
 
     def set_names(self, names: tuple[str, ...]) -> None:
-        """Make room for the scalars of a recipe, after its first forward and before its sums.
+        """Make room for the recipe's scalars: after its first forward, before its sums are added.
 
         Raises:
             ConfigError: another rank has other names.

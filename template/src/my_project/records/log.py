@@ -12,7 +12,7 @@ from torch import nn
 from ..loading.layout import BatchLayout
 from ..process import LOGS
 from ..run_files import Record
-from ..run_folder import FINISHED_BEFORE, Run
+from ..run_folder import Run
 from ..words import format_metric, format_seconds, printable, processes, say, shortened
 
 logger = logging.getLogger(__name__)
@@ -26,11 +26,11 @@ def log_record(record: Record, total_steps: int) -> None:
 
 
 def format_record(record: Record, total_steps: int) -> str:
-    """Return the line of a record; "" if it is logged elsewhere."""
+    """Return the line of a record; "" if other code logs what it contains."""
     kind, text = record.kind, ""
     if kind == "interval":
         parts = format_interval(record, total_steps)
-        if norm := record.number("gradient_norm", 0.0):
+        if not math.isnan(norm := record.number("gradient_norm")):
             parts.append(f"gradient norm {norm:.4g}")
         if record.epoch is not None:
             parts.append(f"epoch {round(record.epoch, 2)}")
@@ -42,29 +42,37 @@ def format_record(record: Record, total_steps: int) -> str:
             if "/" in name  # <set>/<metric>
         ]
         parts += ["the best so far"] if record.values["is_best"] else []
-        text = ", ".join([*parts, f"in {record.number('seconds'):.3g} s"])
+        text = ", ".join([*parts, f"in {format_pause(record)}"])
         lines = shortened(record.text("sample"), SAMPLE_CHARACTERS).splitlines()
         text += "".join(f"\n  {printable(line)}" for line in lines)
     elif kind == "checkpoint":
-        text = f"a save, for which training waited {record.number('seconds'):.2g} s"
+        text = f"a save, for which training waited {format_pause(record)}"
+    elif kind == "stop" and LOGS not in os.environ:  # otherwise the launcher's summary says it
+        text = f"saved and stopped: {record.text('reason')}; the same command continues the run"
     return f"step {record.step} of {total_steps}: {text}" if text else ""
+
+
+def format_pause(record: Record) -> str:
+    """Format how long training waited: two digits, or whole seconds, minutes and hours."""
+    seconds = record.number("seconds")
+    return format_seconds(seconds) if seconds >= 10 else f"{seconds:.2g} s"
 
 
 def format_interval(interval: Record, total_steps: int) -> list[str]:
     """Return the parts of an interval's line: loss, time left, rate, speed, MFU, data, skipped."""
     loss, skipped = interval.number("loss"), interval.values["skipped_steps"]
-    parts = ["loss not finite" if math.isnan(loss) else f"loss {loss:#.4g}".removesuffix(".")]
+    parts = ["no loss" if math.isnan(loss) else f"loss {loss:#.4g}".removesuffix(".")]
     if step_seconds := interval.number("step_seconds", 0.0):
         left = (total_steps - interval.step) * step_seconds  # at this speed
         parts.append(f"{format_seconds(left)} left")
     parts.append(f"lr {interval.number('learning_rate'):.1e}")
     if rate := interval.number("items_per_second", 0.0):
         unit = "samples" if rate == interval.number("samples_per_second") else "items"
-        parts.append(f"{float(format(rate, '.4g')):,g} {unit}/s")
+        parts.append(f"{float(format(rate, '.4g')):,.12g} {unit}/s")
     for name, field in (("MFU", "mfu"), ("data", "data_share")):
         share = interval.number(field)
         parts += [] if math.isnan(share) else [f"{name} {100 * share:.3g}%"]
-    return parts + ([f"{skipped} steps skipped"] if skipped else [])
+    return parts + ([f"{skipped} step{'s' * (skipped != 1)} skipped"] if skipped else [])
 
 
 def log_start(
@@ -82,7 +90,7 @@ def log_start(
     words = [f"{processes(layout.world_size)} on {name}"]
     words += [kind for kind in [str(run.numerics["sharding"])] if kind != "none"]
     words.append({"no": "float32"}.get(accelerator.mixed_precision, accelerator.mixed_precision))
-    logger.info("%s: %s", run.folder, ", ".join(filter(None, words)))
+    logger.info("%s: %s", run.folder, ", ".join(words))
     size = sum(p.numel() for p in model.parameters())
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     part = f", {trained:,} of them trained" if trained < size else ""
@@ -96,14 +104,24 @@ def log_start(
 
 
 def log_finished(run: Run, *, before: bool = False) -> None:
-    """Log the result of a run that has finished, now or before, unless the launcher shows it."""
+    """Log the result of a finished run, unless the launcher shows it.
+
+    Args:
+        run: the run folder.
+        before: whether an earlier start finished the run; this is said in any case.
+    """
     if before:
         done, asked = run.status().step, run.total_steps
-        length = f"finished: {done} steps, you asked for {asked}; " if done > asked else ""
-        print(length + FINISHED_BEFORE, flush=True)
+        more = f" {done} steps, more than the {asked} that you asked for" if done > asked else ""
+        print(
+            f"this run has already finished{more}, so nothing is trained; use --resume never to"
+            " move it aside and train it again, or --run_name to train another run",
+            flush=True,
+        )
     if LOGS not in os.environ:
         status = run.status()
-        parts = [f"finished, {status.reason}: weights in {run.folder / 'export'}"]
-        results = status.result or {}  # not written if the disk was full
+        reason = f", {status.reason}" if status.reason else ""  # "" if the disk was full
+        parts = [f"finished{reason}: weights in {run.folder / 'export'}"]
+        results = status.result or {}
         parts += [f"{name} {format_metric(value)}" for name, value in results.items()]
         say("; ".join(filter(None, [", ".join(parts), status.note])))

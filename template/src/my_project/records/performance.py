@@ -50,6 +50,8 @@ class Performance:
         self.is_compiled = is_compiled(model)
         is_recomputed = False
         is_recomputed |= blocks_are_recomputed(model)
+        # set by transformers' gradient_checkpointing_enable
+        is_recomputed |= any(getattr(m, "gradient_checkpointing", False) for m in model.modules())
         self.throughput = Throughput(accelerator, run.config, layout, model)
         # compiled kernels are not counted as operators, and recomputed operators would count twice
         self.throughput.is_counted |= self.is_compiled or is_recomputed
@@ -57,8 +59,8 @@ class Performance:
         # observed yet, since the numbers of a step come one step later
         self.ended: dict[int, tuple[float, float]] = {}
         self.data_seconds = 0.0  # how long the current step has waited for data
-        self.reports: RankReports | None = None  # reports on an interval that is not written yet
-        self.clock = time.perf_counter()  # the end of the interval so far
+        self.reports: RankReports  # on the newest interval that has ended
+        self.clock = time.perf_counter()  # when the interval's last observed step or pause ended
         self._begin_interval()
 
     def write(self, record: Record) -> None:
@@ -100,9 +102,8 @@ class Performance:
         self.interval_seconds["data"] += data_seconds
 
     def stop(self) -> None:
-        """End the last interval now, even if the last step's numbers were not observed."""
+        """End the count of FLOPs, which an exception may have interrupted."""
         self.throughput.end_counting()
-        self.clock = time.perf_counter()
 
     def _begin_interval(self) -> None:
         self.interval_began = self.clock
@@ -131,7 +132,7 @@ class Performance:
 
         Called on all ranks.
         """
-        return self.reports.summarize(self.run.hosts) if self.reports else {}
+        return self.reports.summarize(self.run.hosts)
 
     def of_run(self) -> dict[str, float]:
         """Return what a finished run's status says about its speed."""
@@ -227,7 +228,11 @@ class Throughput:
         self.counter: Any = None
 
     def begin_counting(self) -> None:
-        """Count the FLOPs of the first micro-batch, which follows: its forward and its backward."""
+        """Count the FLOPs of the next micro-batch, from its forward to the end of its backward.
+
+        Operators that a recipe recomputes by torch.utils.checkpoint count twice; a recipe with
+        flops_per_item avoids that.
+        """
         from torch.utils.flop_counter import FlopCounterMode
 
         self.is_counted = True
@@ -276,13 +281,15 @@ class RankReports:
 
         Args:
             own_seconds: seconds per step until this rank needs the other ranks.
-            data_seconds: how many of these seconds this rank waits for data.
+            data_seconds: seconds per step in which this rank waits for data.
             world_size: the number of ranks.
             device: this rank's device.
         """
         sensors = peak_memory_bytes(device), gpu_utilization(device)
         is_cuda = device.type == "cuda"  # a copy from unpinned memory would wait for the GPU
-        reports = torch.tensor([[own_seconds, data_seconds, *sensors]], pin_memory=is_cuda)
+        numbers = [[own_seconds, data_seconds, *sensors]]
+        # not in torch's default dtype: float16 cannot hold the bytes
+        reports = torch.tensor(numbers, dtype=torch.float32, pin_memory=is_cuda)
         self.work: Any = None
         if world_size > 1:
             own_report = reports.to(device, non_blocking=True)

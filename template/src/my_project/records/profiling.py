@@ -3,10 +3,11 @@
 Each of these ranks writes into the run folder
 
     profile/rank_00000_steps_20_25.json.gz   for https://ui.perfetto.dev or chrome://tracing
-    profile/rank_00000_steps_20_25.txt       torch's table of the operators that took most time
+    profile/rank_00000_steps_20_25.txt       torch's table of the operators that took the most time
 
-The step before the first of these is a warm-up, which is not recorded. The profiler itself takes
-time, so an interval with profiled steps is slower than others. A failure here does not end the run.
+If this start trains the step before them, that step is a warm-up, which is not recorded. Profiling
+takes time, so an interval with profiled steps is slower than others. An error here does not end the
+run.
 """
 
 import logging
@@ -27,7 +28,7 @@ OPERATORS = 15  # rows of the table
 
 
 class Profiler:
-    """Profile this rank, if it is one of profile.ranks."""
+    """Profile some steps of this rank, if profile.ranks names it."""
 
     def __init__(self, run: Run, accelerator: Accelerator, *_: object) -> None:
         self.run = run
@@ -47,12 +48,18 @@ class Profiler:
         yield from batches
 
     def _begin(self, step: int) -> None:
-        """Begin after this many steps: 0, or the step from which the run continues."""
+        """Begin to profile.
+
+        Args:
+            step: the number of steps done, in earlier starts of the run.
+        """
         config = self.run.config.profile
         first, self.last = config.window or (0, 0)
         self.first = max(first, step + 1)
-        if self.last <= step:
-            logger.warning("profile.steps has no step after step %d, so none is profiled", step)
+        steps, total = config.steps, self.run.total_steps
+        if self.last <= step or first > total:
+            text = "no step is profiled: profile.steps is %s, but this start trains %d:%d"
+            logger.warning(text, steps, step + 1, total)
             return
         plan = schedule(wait=first - 1, warmup=1, active=self.last - first + 1, repeat=1)
         # otherwise Kineto prints an error to stderr on a machine without a GPU
@@ -81,6 +88,8 @@ class Profiler:
         profile, self.profile = self.profile, None
         if profile:
             self._try(profile.stop)
+            if self.run.step + 1 < self.first:
+                logger.warning("no step is profiled: the run ended before step %d", self.first)
 
     def _try(self, action: Callable[[], None]) -> None:
         try:

@@ -3,26 +3,29 @@
 This module only records; state.py and the loop decide. docs/run-folder.md describes the records. A
 start drops records that are newer than its checkpoint; after that, lines are only appended.
 
-An output gets all that is recorded. It has __init__(run, accelerator, layout, model), and as many
-of the following methods as it needs; start and write are called only on rank 0:
+An output is a class in OUTPUTS that receives every record. It has __init__(run, accelerator,
+layout, model), and as many of the following methods as it needs; start, write and of_run are called
+only on rank 0:
 
     check(config)               a static method: refuse settings, before anything is written
     start(step, newest)         before the first record; for `newest` see RecordFile
     wrap_batches(batches)       return the micro-batches of all steps; called once
     step_ended(step)            this many steps are done
-    observe(report)             the numbers of a step, after the next step or before a pause
+    observe(report)             receive the numbers of a step, one step late or before a pause
     end_interval()              return fields of an interval's record; may begin to gather more
-    gathered()                  return more fields; called when all ranks are a step further or wait
+    gathered()                  return more fields, one step later or at a pause, on all ranks
     pause(kind)                 training waits for "evaluation" or "saving"
     resume(kind, seconds)       training has waited this long for it
     write(record)               a Record (run_files.py), as it is in metrics.jsonl
     of_run()                    return fields for the status of a finished run
     stop()                      no step follows, but records may
     failed()                    an exception ends the run
-    close()                     called last, on the outputs in reverse order
+    close()                     training has ended; called on the outputs in reverse order
 
-To delete an output, delete its file, its import and its name in OUTPUTS below, and its settings in
-config.py:
+After close(), finish() in train.py may still call of_run(), or write() with the record "stop".
+
+To delete an output, delete its file, its import and its name in OUTPUTS below, its settings in
+config.py, and the lines of the tests that name these settings:
 
     Performance: records/performance.py, telemetry.peak_tflops
     Trackers: records/trackers.py, telemetry.trackers
@@ -132,13 +135,15 @@ class Recorder:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        has_failed = True
         try:
             call(self.outputs, "stop")
             if kind is NotFiniteError and self.last:  # record the steps that ended the run
                 self._end_interval(self.last)
             self._write_pending(wait=kind is None)  # after an error, ranks may be gone
+            has_failed = kind is not None
         finally:
-            if kind:
+            if has_failed:
                 call(self.outputs, "failed")
             call(reversed(self.outputs), "close")
 
@@ -160,7 +165,7 @@ class Recorder:
         log_record(record, self.run.total_steps)
 
     def write_evaluation(self, results: dict[str, float], samples: dict[str, Json]) -> None:
-        """Record the results of an evaluation, which was the last pause."""
+        """Record the results of the evaluation for which training has just paused."""
         if results or samples:  # there may be no validation set
             is_best = self.state.best is not None and self.state.best_step == self.state.step
             values = rounded({"seconds": self.last_pause}) | {"is_best": is_best}
@@ -203,8 +208,7 @@ class Recorder:
     # ---- the interval ----------------------------------------------------------------------------
     def observe(self, report: StepReport) -> None:
         """Count a finished step, and record the interval that ends with it."""
-        if self.pending or self.run.notes:  # rarely true
-            self._write_pending()
+        self._write_pending()
         self.last = report
         self.rate = learning_rate(
             report.step, self.run.total_steps, self.run.config.optim, self.state.lr_reductions
@@ -254,32 +258,35 @@ class Recorder:
             self.write(*self.run.notes.pop(0))
 
     def fields(self, name: str) -> dict[str, Any]:
-        """Call a method of every output that has it; return their fields, merged.
+        """Call a method of every output that has it; return the fields of all outputs in one dict.
 
-        The outputs' of_run() gives what they add to a finished run's status, besides results.
+        Args:
+            name: "end_interval", "gathered", or "of_run" for the status of a finished run.
         """
         return {k: value for fields in call(self.outputs, name) for k, value in fields.items()}
 
 
 # ---- metrics.jsonl -------------------------------------------------------------------------------
 class RecordFile:
-    """Write the records of a run to disk; a full disk does not end the run."""
+    """The file metrics.jsonl; a disk that is full while the run trains does not end the run."""
 
     def __init__(self, run: Run) -> None:
         self.run = run
         self.path = run.folder / "metrics.jsonl"
         self.unwritten = b""  # lines that could not be written yet
         self.elapsed_before = 0.0  # seconds in earlier starts of the run
-        self.newest: dict[str, int] = {}  # the step of the last record before this start, by kind
+        # by kind: the newest step of the records that drop_newer has read, from earlier starts
+        self.newest: dict[str, int] = {}
 
     def drop_newer(self, state: TrainState) -> None:
         """Drop the records that are newer than the state, and a last line that a kill cut off.
 
-        Only the end of the file is read and written; if it has other damage, a copy is kept.
+        Only the end of the file is read and written. If a line there is damaged, the old file is
+        kept as a copy.
         """
         if not os.path.lexists(self.path):
             return
-        rewritten = {"numerics"}  # kinds that this start writes again for the state's step
+        rewritten = {"numerics"}  # kinds that this start finds again for the state's step
         if state.evaluated_step != state.step:
             rewritten.add("evaluation")
         is_damaged = False

@@ -1,8 +1,8 @@
 """Show, at each evaluation, what the recipe's `predict_samples` answers for validation samples.
 
-<run folder>/samples/step_00000110/ contains answers.txt and files that the recipe has written, such
-as pictures. An error here is only a warning, unless the model is sharded: the other ranks would
-then wait in a gather for the rank that failed.
+<run folder>/samples/step_00000110/ contains the answer (answers.txt) and files that the recipe has
+written, such as pictures. An error here is only a warning. But if the model is sharded, an error in
+predict_samples ends the run: the other ranks would wait in a gather for the rank that failed.
 """
 
 import logging
@@ -22,7 +22,7 @@ from torch.utils.data import Subset
 
 from ..config import Config
 from ..evaluate import evaluation_mode
-from ..failures import exception_frames, own_frame
+from ..failures import exception_frames, exception_reason, own_frame
 from ..files import Json, T, discard
 from ..loading.layout import evenly_spaced
 from ..loading.loader import Fetch, identity, make_loader
@@ -63,7 +63,8 @@ def show(
     Args:
         accelerator: this process's Accelerator.
         run: the run folder.
-        model: the prepared model, called with a function of the plain one (contract.RecipeModule).
+        model: the prepared model, which calls a function with the plain model
+            (contract.RecipeModule).
         data_info: the result of prepare_data.
         validation_sets: the validation sets, by name; the samples are from the first one.
 
@@ -76,39 +77,39 @@ def show(
     if not (predict_samples and validation_sets and config.evaluation.samples):
         return {}
     is_sharded = any(isinstance(module, FSDPModule) for module in model.modules())
-    answer: Any = None
-    with (
-        evaluation_mode(accelerator, model),  # a collective of all ranks
-        tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder,
-    ):
+    with evaluation_mode(accelerator, model):  # a collective of all ranks
         if not (is_sharded or accelerator.is_main_process):  # rank 0 has the whole model
             return {}
-        with nullcontext() if is_sharded else reported():
+        with (
+            nullcontext() if is_sharded else reported(),
+            tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder,
+        ):
             data = read(config, next(iter(validation_sets.values())), device)
             seed_forward(config.seed, 0, 0, device)  # random numbers are the same each time
             answer = model(predict_samples, data_info, data, Path(folder)) or ""  # "": only files
-        if answer is not None and accelerator.is_main_process:
-            with reported():
-                return keep(run, rendered(answer), Path(folder))
+            if accelerator.is_main_process:
+                with reported():
+                    return keep(run, rendered(answer), Path(folder))
     return {}
 
 
 @contextmanager
 def reported() -> Iterator[None]:
-    """Log an error of the block in one line, with its place in the code; training goes on."""
+    """Log an exception of the block in one line, with its place in the code, and suppress it."""
     try:
         yield
     except Exception as error:
         frame = own_frame(exception_frames(error))
         place = f" ({short_path(frame.file)}, line {frame.line})" if frame else ""
-        reason = " ".join(f"{type(error).__name__}: {error}".split())
+        reason = " ".join(exception_reason(error).split())
         logger.warning("the samples of this evaluation are left out: %s%s", reason, place)
 
 
 def read(config: Config, data: Dataset, device: torch.device) -> LoadedSubset:
-    """Read samples onto a device as an evaluation does: in a loader worker, if there are any.
+    """Read samples onto a device as an evaluation does: in a loader worker, if the run has workers.
 
-    In this process the dataset might open a file, whose offset later workers would share.
+    If this process read them, the dataset might open a file here, and workers that are forked later
+    would share the file's offset.
     """
     indices = evenly_spaced(data, config.evaluation.samples)
     fetch = Fetch(data, identity, config.seed, config.batches.seed_samples)
@@ -121,20 +122,25 @@ def read(config: Config, data: Dataset, device: torch.device) -> LoadedSubset:
 
 # ---- files ---------------------------------------------------------------------------------------
 def keep(run: Run, answer: str, answers: Path) -> dict[str, Json]:
-    """Write the answer and copy files into a folder for this step, and remove older folders."""
+    """Write the answer and copy the files into a folder for this step; return the record's fields.
+
+    Only the newest folders are kept.
+    """
     files = sorted(path for path in answers.iterdir() if path.is_file())
     if not answer and not files:
         return {}
     folder = run.folder / "samples" / f"step_{run.step:08d}"
-    discard(folder)  # left by a start that trained this step before
+    discard(folder)  # an earlier start may have trained this step too
     folder.mkdir(parents=True)
-    (folder / "answers.txt").write_text(answer, encoding="utf-8")
     for path in files:
         shutil.copyfile(path, folder / path.name)
+    if answer:  # last, since one of the files may have this name
+        (folder / "answers.txt").write_text(answer, encoding="utf-8")
     folders = sorted(folder.parent.glob("step_????????"))
-    done = [path for path in folders if path.name <= folder.name]  # later ones will be replaced
+    # an earlier start may have left folders of later steps, which this run has not done yet
+    done = [path for path in folders if path.name <= folder.name]
     for path in {*folders} - {*done[-KEPT:]}:
-        shutil.rmtree(path)
+        discard(path)
     shown: dict[str, Json] = {"sample": shortened(answer, MAX_CHARACTERS)} if answer else {}
     if pictures := [path.name for path in files if path.suffix.lower() in IMAGES]:
         shown["pictures"] = [f"samples/{folder.name}/{name}" for name in pictures]

@@ -3,7 +3,7 @@
     step 196/330 [###########         ] 59%  loss 0.4312  52 s left  lr 9.1e-03  3,021 samples/s
 
 The steps themselves draw the bar, so it leaves the terminal alone while a debugger stops a step.
-What a recipe prints begins behind the bar, on the same line.
+What a recipe prints begins after the bar, on the same line.
 """
 
 import logging
@@ -49,9 +49,10 @@ class Screen:
         return True
 
     def is_shown(self, entry: logging.LogRecord) -> bool:
-        """Return whether a line stays above the bar; of the lines of records, only evaluations do.
+        """Return whether a line of the log is shown above the bar.
 
-        The bar shows the content of other records, whose lines still go to the log file.
+        If it is the line of a record, only evaluations are: the bar shows the numbers of other
+        records. Under the launcher, their lines go to the log file.
         """
         kind = getattr(entry, "kind", None)  # None: not the line of a record
         if not self.is_terminal or kind in (None, "evaluation"):
@@ -82,8 +83,10 @@ class Screen:
             self.numbers = log.format_interval(record, self.total_steps)
 
     def close(self) -> None:
-        """Leave the bar on the screen as it is."""
+        """Draw the bar for the last time, and leave it on the screen."""
         log.logger.removeFilter(self.is_shown)
+        for handler in logging.getLogger().handlers:
+            handler.removeFilter(self.erase)
         if self.is_terminal:
             self._draw()
             self._put("\n")

@@ -46,17 +46,18 @@ class TrackerThread(threading.Thread):
     def __init__(self, name: str, open_tracker: Callable[[], GeneralTracker]) -> None:
         super().__init__(name=name, daemon=True)
         self.open_tracker = open_tracker
-        self.queue: queue.Queue[tuple[str, Callable]] = queue.Queue(MAX_WAITING)
+        self.queue: queue.Queue[tuple[str, Callable]] = queue.Queue()
         self.is_open = threading.Event()  # also set if opening has failed
         self.start()
 
     def put(self, action: str, function: Callable[[GeneralTracker], None]) -> None:
         """Queue a function to be called with the tracker; do nothing if the tracker has failed."""
         if self.is_alive():
-            try:
-                self.queue.put_nowait((action, function))
-            except queue.Full:
-                report(self.name, action, f"{MAX_WAITING} records wait for it", "loses this record")
+            if self.queue.qsize() < MAX_WAITING or action == "finish":
+                self.queue.put((action, function))
+            else:
+                text = "tracker %s lost a record: its queue already holds %d records"
+                logger.error(text, self.name, MAX_WAITING)
 
     def run(self) -> None:
         """Work until the tracker has finished or failed."""
@@ -80,6 +81,7 @@ class Trackers:
         self.run = run
         self.threads: list[TrackerThread] = []
         self.finish_seconds = FINISH_SECONDS
+        self.finish: dict[str, Callable] = {}  # how to finish, by tracker, unless by finish()
 
     @staticmethod
     def check(config: Config) -> None:
@@ -97,8 +99,9 @@ class Trackers:
 
         Args:
             step: the number of steps done.
-            logged: the step of the newest record of each kind that an earlier start has logged. A
-                run that was killed repeats steps whose values W&B already has.
+            logged: for kinds of records at the end of metrics.jsonl, the newest step that an
+                earlier start has logged. A run that was killed repeats steps whose values W&B
+                already has.
         """
         self.logged = logged
         for name in self.run.config.telemetry.trackers:
@@ -106,7 +109,8 @@ class Trackers:
         deadline = time.monotonic() + START_SECONDS
         for thread in self.threads:
             if not thread.is_open.wait(max(0.0, deadline - time.monotonic())):
-                report(thread.name, "start", f"{START_SECONDS:.0f} s", "is waited for no longer")
+                text = "tracker %s did not start within %.0f s; training does not wait for it"
+                logger.error(text, thread.name, START_SECONDS)
         for link in [*self.run.trackers.values()]:  # a copy: a slow tracker may add a link
             logger.info(link)
 
@@ -131,14 +135,18 @@ class Trackers:
             folder = Path(config.runs_folder).absolute()
             os.environ.setdefault("MLFLOW_TRACKING_URI", f"sqlite:///{folder}/mlflow.db")
             options = {"run_name": config.run_name, "logging_dir": str(folder / "mlartifacts")}
-            store = os.environ["MLFLOW_TRACKING_URI"]
-            self.run.trackers[name] = f"mlflow ui --backend-store-uri {store}"
         tracker = kind(project, *where, **options)
         tracker.start()
         tracker.store_init_configuration(flat(to_dict(config)))
         if name == "wandb":
             offline = f"wandb sync {Path(tracker.tracker.dir).parent}"
             self.run.trackers[name] = tracker.tracker.url or offline
+        if name == "mlflow":
+            store = os.environ["MLFLOW_TRACKING_URI"]
+            is_server = store.startswith("http")
+            self.run.trackers[name] = (
+                store if is_server else f"mlflow ui --backend-store-uri {store}"
+            )
         return tracker
 
     def write(self, record: Record) -> None:
@@ -157,27 +165,26 @@ class Trackers:
                 thread.put("show samples", partial(show, text=text, pictures=pictures, step=step))
 
     def failed(self) -> None:
-        """Note that the run has failed."""
+        """Let W&B and MLflow show the run as failed."""
         self.finish_seconds = FAILED_SECONDS
+        self.finish["wandb"] = lambda tracker: tracker.tracker.finish(exit_code=1)
+        self.finish["mlflow"] = lambda _: import_module("mlflow").end_run("FAILED")
 
     def close(self) -> None:
         """Flush and close each tracker; leave those that have not ended in time."""
-        seconds = self.finish_seconds
         for thread in self.threads:
-            thread.put("finish", lambda tracker: tracker.finish())
-        deadline = time.monotonic() + seconds
+            thread.put("finish", self.finish.get(thread.name, lambda tracker: tracker.finish()))
+        deadline = time.monotonic() + self.finish_seconds
         for thread in self.threads:
             thread.join(max(0.0, deadline - time.monotonic()))
             if thread.is_alive():
-                report(thread.name, "finish", f"{seconds:.0f} s", "is left; it may lack records")
+                text = "tracker %s did not finish within %.0f s; it may lack records"
+                logger.error(text, thread.name, self.finish_seconds)
 
 
-def report(
-    tracker: str, action: str, reason: BaseException | str, effect: str = "is disabled"
-) -> None:
-    """Log in one line which tracker failed and why (for a slow one: which limit it exceeded)."""
-    text = reason if isinstance(reason, str) else f"{type(reason).__name__}: {reason}"
-    text = " ".join(text.split())
+def report(tracker: str, action: str, error: BaseException, effect: str = "is disabled") -> None:
+    """Log in one line which tracker failed, in what, and why."""
+    text = " ".join(f"{type(error).__name__}: {error}".split())
     logger.error("tracker %s could not %s and %s: %s", tracker, action, effect, text)
 
 
@@ -197,7 +204,7 @@ def tracked_values(record: Record) -> dict[str, float]:
 
 
 def log_values(tracker: Any, values: dict[str, float], step: int) -> None:
-    """Log numbers; to TensorBoard as one event: one per number would take five times as long."""
+    """Log numbers; for TensorBoard as a single event, five times as fast as an event per number."""
     if tracker.name != "tensorboard":
         tracker.log({**values}, step=step)
         return
