@@ -19,7 +19,9 @@ def run_folder(folder: str) -> str:
     parent = os.path.dirname(folder)
     if os.path.basename(parent) == "checkpoints":
         parent = os.path.dirname(parent)
-    return parent if os.path.isfile(os.path.join(parent, "config.yaml")) else folder
+    is_run = os.path.isfile(os.path.join(parent, "config.yaml"))
+    # a project may have a config.yaml of its own
+    return parent if is_run and not is_inside(__file__, parent) else folder
 
 
 def is_inside(path: str, folder: str) -> bool:

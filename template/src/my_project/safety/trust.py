@@ -62,21 +62,24 @@ def read_config(path: Path, trusted: Iterable[str] = (), given: Path | None = No
     weights = run_folder(str(given or path.parent))
     trusted = {*trusted, *_named_in_configs(weights)}
     for dotted in {name, *trusted.intersection(_strings(recipe))}:
-        if any(is_inside(str(Path(entry, *dotted.split("."))), weights) for entry in sys.path):
+        if any(is_inside(str(file), weights) for file in _files_of(dotted)):
             raise ConfigError(
                 f"{path} names {dotted}, which is in {weights}: code beside weights is never"
                 " imported. If you trust the code, copy it into your project."
             )
-    allowed: dict[str, Any] = {}
+    allowed, failed = dict[str, Any](), dict[str, str]()
     for dotted in filter(_is_dotted, _strings(recipe)):
         if dotted in trusted or dotted.startswith(f"{PACKAGE}."):
-            with suppress(ImportError, AttributeError, ValueError):  # not a class, or misspelled
+            try:
                 resolved: Any = pkgutil.resolve_name(dotted)
                 definition = f"{resolved.__module__}.{resolved.__qualname__}"
                 if dotted in trusted or is_dataclass(resolved):
                     allowed |= {dotted: resolved, definition: resolved}
+            except Exception as error:  # not a class, misspelled, or its module raises an error
+                failed[dotted] = f" ({type(error).__name__}: {error})"
     if name in trusted and not is_dataclass(allowed.get(name)):
-        raise ConfigError(f"{path} names {name}, which cannot be imported, or is not a dataclass.")
+        problem = f"cannot be imported, or is not a dataclass{failed.get(name, '')}"
+        raise ConfigError(f"{path} names {name}, which {problem}.")
     if name in allowed:
         allowed[name.rpartition(".")[0]] = None
     try:
@@ -122,6 +125,14 @@ def _refused_path(error: BaseException | None) -> str | None:
 def _is_dotted(name: str) -> bool:
     parts = name.split(".")
     return len(parts) > 1 and all(part.isidentifier() for part in parts)
+
+
+def _files_of(dotted: str) -> Iterator[Path]:
+    """Yield the files and folders from which Python may import a class path."""
+    for folder in map(Path, sys.path):
+        for part in dotted.split("."):
+            yield from (path for path in folder.glob(f"{part}*") if path.name.split(".")[0] == part)
+            folder /= part
 
 
 def _named_in_configs(weights: str) -> Iterator[str]:
