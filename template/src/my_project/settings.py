@@ -337,6 +337,8 @@ def parse(
     words = [*from_files, *words, *unset_duration([*in_files, typed])]
     texts = {name: text for name, text in options if text is not None}
     config = _config(parser, lambda: parser.parse_args(words), [*in_files, texts])
+    if refusal := secrets_problem(config):  # in a group that was typed as JSON
+        raise ConfigError(refusal)
     if config.run_name != "run":
         return config
     base = None

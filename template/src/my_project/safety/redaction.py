@@ -40,6 +40,9 @@ NAMED = re.compile(  # name=value, 'name': 'value', --name value
     (?P<value>(?:(?:bearer|basic)\s+)?(?:(?<=")[^"]*|(?<=')[^']*|[^\s"',;&)}\]]+))""",
     re.IGNORECASE | re.VERBOSE,
 )
+PRIVATE_KEY = re.compile(r"(?s)(-----BEGIN [\w ]*PRIVATE KEY-----)(.*?)(?=-----END )")
+# A line of such a key, after the sign of a patch and the indentation.
+KEY_LINE = re.compile(r"(?m)^(?>([ +-]?[ \t]*))\S.*$")
 NAME = re.compile(r"""(?<![\w.-])[\w.-]+(?=["']?\s*[=:])""")
 BEARER = re.compile(r"(?<=\bbearer )(?=\S*\d)[\w.~+/=-]{8,}", re.IGNORECASE)
 # Credentials in a URL, up to the last @, since a password may have any character; not host:port/.
@@ -70,10 +73,15 @@ def mask(text: str) -> str:
 
 
 def mask_unnamed(text: str) -> str:
-    """Mask secrets found without a name: known values, bearer tokens, credentials in URLs."""
+    """Mask known values, private keys, bearer tokens and credentials in URLs."""
     for value in sorted(_known_secrets(), key=len, reverse=True):
         text = text.replace(value, MASK)
-    return IN_URL.sub(MASK, BEARER.sub(MASK, text))
+    return IN_URL.sub(MASK, BEARER.sub(MASK, mask_private_keys(text)))
+
+
+def mask_private_keys(text: str) -> str:
+    """Mask private keys in PEM format, line by line, also in a patch."""
+    return PRIVATE_KEY.sub(lambda key: key[1] + KEY_LINE.sub(rf"\1{MASK}", key[2]), text)
 
 
 def mask_command(arguments: Iterable[str]) -> list[str]:
@@ -129,7 +137,7 @@ def secrets_in(settings: Any, name: str = "", secret: str = "") -> Iterator[str]
         secret: the name of the innermost secret that the setting is part of; "" if there is none.
     """
     secret = name if is_secret(name) else secret
-    is_token = _snake_case(secret).endswith(("token", "tokens", "secrets"))
+    is_token = _snake_case(secret).endswith(("token", "tokens"))
     if dataclasses.is_dataclass(settings):
         settings = {f.name: getattr(settings, f.name) for f in dataclasses.fields(settings)}
     if isinstance(settings, dict):
