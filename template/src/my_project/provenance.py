@@ -25,7 +25,7 @@ import subprocess
 import sys
 import tempfile
 import zipfile
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
@@ -36,12 +36,14 @@ from typing import Any
 from .config import Config, to_yaml
 from .files import discard, flush_to_disk, from_object, open_own, read_json
 from .manifest import put_in_place
+from .process import CODE
 from .safety.redaction import (
     MASK,
     is_masked,
     is_secret,
     mask,
     mask_command,
+    mask_private_keys,
     mask_unnamed,
 )
 from .words import PACKAGE
@@ -102,8 +104,9 @@ class Kept:
 
 
 def source_hash(file: str | Path | None) -> str | None:
-    """Return the SHA-256 of a source file; None for None."""
-    return hashlib.sha256(Path(file).read_bytes()).hexdigest() if file else None
+    """Return the SHA-256 of a source file; None if it is unknown or was removed."""
+    with suppress(OSError):
+        return hashlib.sha256(Path(file or "").read_bytes()).hexdigest()
 
 
 def modules() -> list[Path]:
@@ -152,7 +155,8 @@ def installed(source: str | None = None) -> dict[str, str]:
 def imports_of(source: str | None) -> list[str]:
     """Return the top-level modules that a source file imports, including inside functions."""
     names: set[str] = set()
-    with suppress(OSError, ValueError):  # ValueError: a wrong encoding or a zero byte
+    # ValueError: a wrong encoding or a zero byte
+    with suppress(OSError, ValueError, SyntaxError):
         for node in ast.walk(ast.parse(Path(source or "").read_bytes())):
             if isinstance(node, ast.Import):
                 names |= {alias.name.partition(".")[0] for alias in node.names}
@@ -239,9 +243,12 @@ def keep_code(run_folder: Path, config: Config, run: str, start: str) -> Origin:
         starts.mkdir(exist_ok=True)
         for leftover in starts.glob(".*.partial"):  # left by a start that was killed
             discard(leftover)
-        kept, contents = code_that_runs(config, kept)
-        contents["requirements.txt"] = requirements(imported).encode()
-        name = _write(starts, kept, contents, start)
+        if os.environ.get(CODE) in (None, "", kept.code):
+            kept, contents = code_that_runs(config, kept)
+            contents["requirements.txt"] = requirements(imported).encode()
+            name = _write(starts, kept, contents, start)
+        else:  # edited since the launcher imported it
+            kept, name = _imported_before(starts, replace(kept, code=os.environ[CODE]), start)
     except OSError as error:  # the run goes on without a folder in starts/
         kept, name = replace(kept, not_kept=f"it could not be written: {error}"), ""
     if kept.not_kept:
@@ -258,12 +265,10 @@ def keep_code(run_folder: Path, config: Config, run: str, start: str) -> Origin:
 
 def _write(starts: Path, kept: Kept, contents: dict[str, bytes], start: str) -> str:
     """Write a start's folder, or add the start to one with the same code; return its name."""
-    for path in sorted(starts.glob("*/start.json")):
-        with suppress(TypeError):  # a damaged file
-            if kept.is_like(from_object(Kept, read_json(path))):
-                with open_own(path.with_name("same_code.txt"), "ab") as file:
-                    file.write(f"{start}\n".encode())
-                return path.parent.name
+    for path, other in _starts(starts):
+        if kept.is_like(other):
+            _add(start, path)
+            return path.name
     temporary = starts / f".{start}.partial"
     temporary.mkdir()
     contents["start.json"] = (json.dumps(asdict(kept), indent=1) + "\n").encode()
@@ -272,6 +277,31 @@ def _write(starts: Path, kept: Kept, contents: dict[str, bytes], start: str) -> 
         flush_to_disk(temporary / name)
     put_in_place(temporary, starts / start)
     return start
+
+
+def _imported_before(starts: Path, kept: Kept, start: str) -> tuple[Kept, str]:
+    """Add a start to the earlier one that kept the code of the launcher; return both facts of it.
+
+    A forked process runs what the launcher imported, although files were edited since.
+    """
+    for path, other in _starts(starts):
+        if other.code == kept.code:
+            _add(start, path)
+            return other, path.name
+    return replace(kept, not_kept="files were edited after the launcher had imported them"), ""
+
+
+def _starts(starts: Path) -> Iterator[tuple[Path, Kept]]:
+    """Yield the folders of starts whose start.json is intact, and its content."""
+    for path in sorted(starts.glob("*/start.json")):
+        with suppress(TypeError):  # a damaged file
+            yield path.parent, from_object(Kept, read_json(path))
+
+
+def _add(start: str, folder: Path) -> None:
+    """Note that a start ran the code in another start's folder."""
+    with open_own(folder / "same_code.txt", "ab") as file:
+        file.write(f"{start}\n".encode())
 
 
 def code_that_runs(config: Config, kept: Kept) -> tuple[Kept, dict[str, bytes]]:
@@ -288,15 +318,18 @@ def code_that_runs(config: Config, kept: Kept) -> tuple[Kept, dict[str, bytes]]:
         patch, masked, left_out = masked_patch(patch)
         untracked = {path: name for path, name in sources.items() if path not in tracked}
         sources = untracked | {top / name: name for name in left_out if (top / name).is_file()}
-        kept = replace(kept, not_kept="; ".join(filter(None, (kept.not_kept, problem))))
+        if lost := [name for name in left_out if not (top / name).is_file()]:
+            lost = [f"the changes of {', '.join(lost)}, which contain a secret"]
+        kept = replace(kept, not_kept="; ".join(filter(None, (kept.not_kept, problem, *lost))))
     archive, masked_in_archive = _archive(sources)
     contents = {"code.patch": os.fsencode(patch), "sources.zip": archive}
     contents = {name: content for name, content in contents.items() if content}
+    masked |= masked_in_archive
     if (size := sum(map(len, contents.values()))) > MOST_BYTES:
         problem = f"it is {size / 1e6:.1f} MB, over the limit of {MOST_BYTES / 1e6:.0f} MB"
-        kept, contents = replace(kept, not_kept=problem), {}
+        kept, contents, masked = replace(kept, not_kept=problem), {}, set()
     hashes = {name: hashlib.sha256(content).hexdigest() for name, content in contents.items()}
-    return replace(kept, files=hashes, masked=tuple(sorted(masked | masked_in_archive))), contents
+    return replace(kept, files=hashes, masked=tuple(sorted(masked))), contents
 
 
 def _sources(config: Config) -> dict[Path, str]:
@@ -306,7 +339,8 @@ def _sources(config: Config) -> dict[Path, str]:
     recipe's module.
     """
     package = Path(__file__).parent
-    sources = {path.resolve(): str(path) for path in Path("accelerate_configs").glob("*.yaml")}
+    configs = filter(Path.is_file, Path("accelerate_configs").glob("*.yaml"))  # see modules()
+    sources = {path.resolve(): str(path) for path in configs}
     inner = PACKAGE.replace(".", "/")
     sources |= {path.resolve(): f"{inner}/{path.relative_to(package)}" for path in modules()}
     recipe = Path(inspect.getsourcefile(type(config.recipe)) or __file__).resolve()
@@ -383,8 +417,8 @@ def _changes(top: Path, sources: Iterable[Path]) -> tuple[str, set[Path], str]:
     if is_large or answer is None:
         problem = f"git did not list the changes since the commit within {GIT_SECONDS:.0f} s"
         if is_large:
-            size_text = f"{MOST_BYTES / 1e6:.0f} MB"
-            problem = f"the changes since the commit exceed the {size_text} limit"
+            limit = MOST_CHANGED_BYTES if size > MOST_CHANGED_BYTES else MOST_BYTES
+            problem = f"the changes since the commit exceed the {limit / 1e6:.0f} MB limit"
         return "", set(), f"{problem}, so only the modules of {PACKAGE} and the recipe are kept"
     return patch, {top / name for name in (tracked or "").split("\0")}, ""
 
@@ -400,9 +434,12 @@ def masked_patch(patch: str) -> tuple[str, set[str], list[str]]:
     parts, masked, left_out = [], set[str](), []
     for part in re.split(r"(?m)^(?=diff --git )", patch):
         header, *hunks = re.split(r"(?m)^(?=@@ )", part, maxsplit=1)
-        name = (re.findall(r"(?m)^(?:--- a|\+\+\+ b)/(.*?)\t?$", header) or [""])[-1]
-        lines = "".join(hunks).splitlines(keepends=True)
-        safe = [line[:1] + mask_file(line[1:], name) for line in lines]
+        name = (
+            re.findall(r"(?m)^(?:--- a|\+\+\+ b)/(.*?)\t?$", header) or [header.partition("\n")[0]]
+        )[-1]
+        text = "".join(hunks)
+        lines, safe = (t.splitlines(keepends=True) for t in (text, mask_private_keys(text)))
+        safe = [line[:1] + mask_file(line[1:], name) for line in safe]
         differing = [old for old, new in zip(lines, safe, strict=True) if old != new]
         masked |= {name} if differing else set()
         if all(line.startswith("+") for line in differing):
@@ -433,13 +470,13 @@ def _archive(sources: dict[Path, str]) -> tuple[bytes, set[str]]:
     if not sources:
         return b"", set()
     masked, output = set[str](), io.BytesIO()
-    with zipfile.ZipFile(output, "w", zipfile.ZIP_DEFLATED) as archive:
+    with zipfile.ZipFile(output, "w") as archive:
         for path, name in sorted(sources.items(), key=lambda item: item[1]):
-            lines = os.fsdecode(path.read_bytes()).splitlines(keepends=True)
-            safe = [mask_file(line, name) for line in lines]
-            masked |= {name} if safe != lines else set()
-            content = os.fsencode("".join(safe))
-            archive.writestr(zipfile.ZipInfo(name), content, zipfile.ZIP_DEFLATED)
+            text = os.fsdecode(path.read_bytes())
+            lines = mask_private_keys(text).splitlines(keepends=True)
+            safe = "".join(mask_file(line, name) for line in lines)
+            masked |= {name} if safe != text else set()
+            archive.writestr(zipfile.ZipInfo(name), os.fsencode(safe), zipfile.ZIP_DEFLATED)
     return output.getvalue(), masked
 
 
@@ -455,7 +492,8 @@ def imported_distributions() -> dict[str, tuple[str, Distribution]]:
     used = [dist for dist, tops in modules.items() if tops & imported and own not in tops]
     parsed = [(dist.metadata, dist) for dist in reversed(used)]  # each access would parse again
     # if two distributions have the same name, Python imports the first
-    return dict(sorted({data["Name"]: (data["Version"], dist) for data, dist in parsed}.items()))
+    named = {data["Name"]: (data["Version"], dist) for data, dist in parsed if data["Name"]}
+    return dict(sorted(named.items()))
 
 
 def top_modules(distribution: Distribution) -> set[str]:
