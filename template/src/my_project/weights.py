@@ -4,7 +4,7 @@ import dataclasses
 import json
 import os
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from torch import nn
@@ -17,7 +17,7 @@ from .failures import exception_frames, own_frame
 from .files import read_json, read_own, temporary_folder
 from .manifest import read_manifest
 from .recipe import DataInfo, optional
-from .run_files import checkpoint_step, checkpoints
+from .run_files import checkpoints
 from .safety.search_path import run_folder
 from .safety.trust import read_config
 
@@ -89,7 +89,9 @@ def load_model(folder: Path, config: Config, data_info: DataInfo) -> nn.Module:
 def trained_steps(folder: Path) -> int:
     """Return the number of steps that an export or a checkpoint was trained for; 0 if unknown."""
     step = read_json(folder / "step.json", follow=True).get("step")
-    return max(0, step if isinstance(step, int) else checkpoint_step(folder))
+    with suppress(ValueError, OSError):  # an old export without step.json
+        return max(0, step if isinstance(step, int) else read_manifest(folder)["step"])
+    return 0
 
 
 def load_weights(folder: Path, model: nn.Module) -> None:
@@ -100,8 +102,9 @@ def load_weights(folder: Path, model: nn.Module) -> None:
 
 
 def refuse_trained_view(folder: Path) -> None:
-    """Refuse a checkpoint whose optimizer trains weights other than those it evaluates."""
-    if read_manifest(folder)["state"]["optimizer"].get("has_two_views"):
+    """Refuse a checkpoint with the weights that its optimizer trains, if it evaluates others."""
+    optimizer = read_manifest(folder)["state"].get("optimizer")  # may be untrusted
+    if isinstance(optimizer, dict) and optimizer.get("has_two_views"):
         raise ConfigError(
             f"{folder} holds the weights that its optimizer trains, not those that its eval() sets:"
             " give the run's best/ or export/."
