@@ -139,13 +139,13 @@ def say_results(folder: Path, results: dict[str, float]) -> None:
 
 # ---- predict -------------------------------------------------------------------------------------
 def predict(words: list[str]) -> None:
-    """Predict with the weights of a run, or show its answers for samples of the validation set.
+    """Predict from an input with the weights of a run, or from samples of its validation set.
 
     python -m my_project predict runs/image_classification
     python -m my_project predict runs/image_classification digit.png
 
-    The first command answers for 16 validation samples; the second predicts from a file (in some
-    recipes, from a text) and reads no validation data. Neither needs accelerate.
+    The first command shows predictions for 16 validation samples. The second predicts from a file
+    (in some recipes, from a text) and reads no validation data. Neither needs accelerate.
     For a run folder, its best/ is used, or its export/ if there is no best/.
     """
     run(print_prediction, parse_predict(words))

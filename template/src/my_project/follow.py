@@ -2,8 +2,8 @@
 
 The command runs on another GPU, on the CPU, or on another host that sees the run folder. Each
 evaluation is a line of evaluations.jsonl (docs/run-folder.md). Nothing else in the run folder is
-written, and training never waits: the only lock is on evaluations.jsonl, and if training removes a
-checkpoint while it is read, the checkpoint is skipped. Checkpoints without a line are evaluated,
+written or locked, so training never waits. If training removes a checkpoint while it is read, the
+checkpoint is skipped. Checkpoints without a line are evaluated,
 the oldest first, so the same command, run again, continues where it ended. It ends when the run has
 finished and no checkpoint is left.
 """
@@ -48,7 +48,8 @@ def follow_run(arguments: argparse.Namespace, output: TextIO | None = None) -> i
 
     Raises:
         ConfigError: the folder is not a run, or its checkpoints do not fit the model.
-        TransientError: another process is following the run, or the run was started over.
+        TransientError: another process is following the run, the run was started over, or a line
+            cannot be written.
     """
     size = str(world()[0])
     if "://" in arguments.folder and os.environ.get("LOCAL_WORLD_SIZE", size) != size:
@@ -141,7 +142,9 @@ def load_together(accelerator: Accelerator, checkpoint: Checkpoint, model: nn.Mo
 
     def judge() -> str:
         current, problem = read_checkpoint(checkpoint.folder), next(filter(None, problems), "")
-        if current and current.weights != checkpoint.weights:  # each rank may have read either
+        if (
+            current and current.weights != checkpoint.weights
+        ):  # a rank may have read the old or the new files
             return "it was saved again"
         if current and problem:
             raise ConfigError(problem)

@@ -25,7 +25,7 @@ from .recipe import Dataset
 from .run_files import newest_checkpoint, records
 from .run_folder import Run
 
-NOTE = "micro_batch_rank"  # the file in the log folder for a process that the kernel may kill
+NOTE = "micro_batch_rank"  # a file in the log folder, for the launcher: see below
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,11 +43,11 @@ def memory_explained(
 ) -> Iterator[None]:
     """Add advice to an out-of-memory error.
 
-    An out-of-host-memory error gets advice if training runs on the CPU, unless a loader worker
-    raised the error: fewer workers help there, and `loader worker` is a separate cause.
+    If host memory runs out, advice is added only if training runs on the CPU and the error is not
+    that of a loader worker: fewer workers would help there.
     """
     first_step, is_on_cpu = run.step, accelerator.device.type == "cpu"
-    if is_on_cpu:  # the kernel may kill this process before it can explain anything
+    if is_on_cpu:  # the kernel may kill this process: the launcher then reads the note
         smaller = smaller_micro_batch(run, layout, model, train_set)
         write_to_logs(NOTE, asdict(smaller) | {"launch": run.token, "first_step": first_step})
     try:

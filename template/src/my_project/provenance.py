@@ -2,8 +2,8 @@
 
     starts/<launch>/           for a start whose code differs from the code of all earlier starts
       start.json               the fields of Kept, below
-      code.patch               changes since the commit, and untracked files, for `git apply`
-      sources.zip              code that git does not contain; without git, all code
+      code.patch               changes since the commit, and untracked code, for `git apply`
+      sources.zip              code that is neither in the commit nor in code.patch
       requirements.txt         the imported distributions, for pip
       same_code.txt            later starts that ran the same code, one per line
 
@@ -85,7 +85,7 @@ class Kept:
     code: str  # the result of code_digest
     package: str = PACKAGE
     python: str = platform.python_version()
-    packages: dict[str, str] = field(default_factory=dict)  # imported distributions
+    packages: dict[str, str] = field(default_factory=dict)  # versions of imported distributions
     commit: str | None = None  # None: not in git, or nothing is committed yet
     repository: str = ""  # the top folder of the repository
     remote: str = ""  # the URL of the remote
@@ -97,7 +97,7 @@ class Kept:
     not_kept: str = ""  # what is missing, and why
 
     def is_like(self, other: "Kept") -> bool:
-        """Return whether the code is the same, and so are the packages that both starts import."""
+        """Return whether all fields are equal; of packages, only those that both starts import."""
         both = self.packages.keys() & other.packages.keys()
         is_same = all(self.packages[name] == other.packages[name] for name in both)
         return is_same and replace(self, packages={}) == replace(other, packages={})
@@ -116,9 +116,10 @@ def modules() -> list[Path]:
 
 
 def code_digest(recipe: object) -> str:
-    """Return a hash of the source files of the loop, the recipe, and the recipe's base classes.
+    """Return a hash of the source files of the loop, the recipe, and its base classes in here.
 
-    Tools and other recipes are left out, since they may be edited while a run is under way.
+    Tools and other recipes are left out, since they may be edited while a run is under way. So are
+    base classes of other packages.
     """
     package, kinds = Path(__file__).parent, type(recipe).__mro__
     names = [kind.__module__ for kind in kinds if kind.__module__.startswith(f"{__package__}.")]
@@ -138,7 +139,7 @@ def code_digest(recipe: object) -> str:
 
 
 def installed(source: str | None = None) -> dict[str, str]:
-    """Return the versions of the packages that the loop and the recipe import.
+    """Return the versions of RECORDED_PACKAGES and of the packages that the recipe imports.
 
     A package whose module has a different name is listed by the name of the module: cv2, PIL.
     """
@@ -172,7 +173,7 @@ def provenance(source: str | None = None) -> dict[str, Any]:
         source: the recipe's file; git is asked about the repository that contains the file.
     """
     folder = Path(source or __file__).resolve().parent
-    # git ignores an installed package in an environment inside another project's repository
+    # the package may be installed in an environment that another project's repository ignores
     is_tracked = _git(folder, "check-ignore", "-q", ".") is None
     commit = _git(folder, "rev-parse", "HEAD") if is_tracked else None
     changes = _git(folder, "status", "--porcelain") if is_tracked else None
@@ -195,7 +196,7 @@ def provenance(source: str | None = None) -> dict[str, Any]:
 
 
 def _launcher() -> list[str]:
-    """Return the command of the launcher that started this process; [] if none did."""
+    """Return the command of the launcher that started this process; [] if none is found."""
     import psutil
 
     with suppress(psutil.Error):
@@ -250,7 +251,7 @@ def keep_code(run_folder: Path, config: Config, run: str, start: str) -> Origin:
         else:  # edited since the launcher imported it
             kept, name = _imported_before(starts, replace(kept, code=os.environ[CODE]), start)
     except OSError as error:  # the run goes on without a folder in starts/
-        kept, name = replace(kept, not_kept=f"it could not be written: {error}"), ""
+        kept, name = replace(kept, not_kept=f"it could not be written or read: {error}"), ""
     if kept.not_kept:
         logger.warning("not all code of this start is kept: %s", mask(kept.not_kept))
     return Origin(
@@ -280,9 +281,9 @@ def _write(starts: Path, kept: Kept, contents: dict[str, bytes], start: str) -> 
 
 
 def _imported_before(starts: Path, kept: Kept, start: str) -> tuple[Kept, str]:
-    """Add a start to the earlier one that kept the code of the launcher; return both facts of it.
+    """Add a start to an earlier one with the same code; return its content and its name.
 
-    A forked process runs what the launcher imported, although files were edited since.
+    Called if files were edited since the launcher imported them: a forked process runs the latter.
     """
     for path, other in _starts(starts):
         if other.code == kept.code:
@@ -362,8 +363,8 @@ def _in_git(kept: Kept, top: Path, sources: dict[Path, str]) -> Kept:
     Args:
         kept: what is known of the start so far.
         top: the repository's top folder.
-        sources: the result of _sources; a .py path without its name in sources.zip is a folder on
-            the search path.
+        sources: the result of _sources. If the path of a .py file ends in its name in sources.zip,
+            what comes before that name is a folder on the search path.
     """
     here = Path.cwd().resolve()
     roots = {Path(str(p).removesuffix(name)) for p, name in sources.items() if p.suffix == ".py"}
@@ -387,16 +388,17 @@ def _in_git(kept: Kept, top: Path, sources: dict[Path, str]) -> Kept:
 
 
 def _changes(top: Path, sources: Iterable[Path]) -> tuple[str, set[Path], str]:
-    """Return a patch against the commit, the files that it or the commit contains, and a problem.
+    """Return a patch against the commit, the files that need no other copy, and a problem.
 
-    Untracked files of the package are added to a copy of the index, never to the user's index.
+    Those files are in the commit or in the patch. Untracked files of the package are added to a
+    copy of the index, never to the user's index.
     """
     paths = [str(Path(__file__).resolve().parent), *map(str, sources)]
     paths = [path for path in paths if Path(path).is_relative_to(top)]
     with tempfile.TemporaryDirectory() as folder:
         index, output = Path(folder, "index"), Path(folder, "patch")
         with suppress(OSError):  # there is a commit, but no index
-            # copied with its time, by which git recognizes files that changed just now
+            # with its time: git reads files that changed at that time or later
             shutil.copy2(top / (_git(top, "rev-parse", "--git-path", "index") or ""), index)
         git = partial(_git, top, GIT_INDEX_FILE=str(index))
         listed = git("ls-files", "-z", "--others", "--exclude-standard", "--", *paths)
@@ -415,11 +417,15 @@ def _changes(top: Path, sources: Iterable[Path]) -> tuple[str, set[Path], str]:
         tracked = git("ls-files", "-z", "--", *paths)
     is_large = size > MOST_CHANGED_BYTES or len(os.fsencode(patch)) > MOST_BYTES
     if is_large or answer is None:
-        problem = f"git did not list the changes since the commit within {GIT_SECONDS:.0f} s"
+        problem = f"git failed to list the changes since the commit within {GIT_SECONDS:.0f} s"
         if is_large:
             limit = MOST_CHANGED_BYTES if size > MOST_CHANGED_BYTES else MOST_BYTES
             problem = f"the changes since the commit exceed the {limit / 1e6:.0f} MB limit"
-        return "", set(), f"{problem}, so only the modules of {PACKAGE} and the recipe are kept"
+        return (
+            "",
+            set(),
+            f"{problem}, so only {PACKAGE}, the recipe and accelerate_configs/ are kept",
+        )
     return patch, {top / name for name in (tracked or "").split("\0")}, ""
 
 
@@ -508,7 +514,9 @@ def requirements(imported: dict[str, tuple[str, Distribution]]) -> str:
     lines, indexes = [], set()
     for name, (release, distribution) in imported.items():
         line = f"{name}=={release}"
-        with suppress(ValueError, KeyError, TypeError):  # TypeError: from an index
+        with suppress(
+            ValueError, KeyError, TypeError
+        ):  # TypeError: no file, since it is from an index
             origin = json.loads(distribution.read_text("direct_url.json"))  # type: ignore[arg-type]
             line = f"# {line} was installed from {mask(origin['url'])}"
             vcs = origin["vcs_info"]

@@ -1,4 +1,7 @@
-"""Read the exports of runs, without accelerate; checkpoint/exporting.py writes them."""
+"""Read the weights of exports and checkpoints, without accelerate.
+
+checkpoint/exporting.py writes exports, and checkpoint/saving.py checkpoints.
+"""
 
 import dataclasses
 import json
@@ -73,8 +76,8 @@ def load_model(folder: Path, config: Config, data_info: DataInfo) -> nn.Module:
     """Build the model of an export and load its weights, with the recipe's `load` if it has one.
 
     Raises:
-        ConfigError: the weights are missing, damaged, or do not fit the model; the recipe's `load`
-            raises errors of its own.
+        ConfigError: the weights are missing, damaged, or do not fit the model.
+        Exception: an error of the recipe's `load`.
     """
     if recipe_load := optional(config.recipe, "load"):
         contract.seed_model(config.seed)
@@ -106,8 +109,8 @@ def refuse_trained_view(folder: Path) -> None:
     optimizer = read_manifest(folder)["state"].get("optimizer")  # may be untrusted
     if isinstance(optimizer, dict) and optimizer.get("has_two_views"):
         raise ConfigError(
-            f"{folder} holds the weights that its optimizer trains, not those that its eval() sets:"
-            " give the run's best/ or export/."
+            f"{folder} holds the weights that its optimizer trains, but the optimizer's eval() sets"
+            " other weights for an evaluation: give the run's best/ or export/."
         )
 
 
@@ -131,13 +134,13 @@ def is_export(folder: Path) -> bool:
 
 
 def config_beside(folder: Path, trusted: Iterable[str] = (), given: Path | None = None) -> Config:
-    """Return the config for evaluating an export, or a checkpoint of a run.
+    """Return the config for evaluating an export, or a run or its checkpoint.
 
-    The locks of prepare_data are beside the run or, if they cannot be written there, in this user's
-    temporary folder.
+    Its runs_folder, in which prepare_data makes locks, is the folder around the run or, if that
+    cannot be written to, this user's temporary folder.
 
     Args:
-        folder: the export or checkpoint.
+        folder: the export, checkpoint or run.
         trusted: class paths that may be imported besides this project's own (safety/trust.py).
         given: the folder named on the command line; by default `folder`.
     """

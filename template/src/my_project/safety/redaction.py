@@ -1,15 +1,16 @@
 """Keep secrets out of the files and the output of a run.
 
-A setting is a secret if its name ends in token, password, passwd, passphrase, secret or api key
-(also access, secret or private key), as in hub_token, --api-key, hftoken, secrets or token_1; other
-names do not count (token_count, secretary). The ending `tokens` counts only after a word such as
-access (access_tokens, not max_tokens). Special tokens of a tokenizer are not secrets: names such as
-eos_token, and values of a field ending in token that are in brackets (<image>, [INST]) or have
-fewer than 6 characters.
+A setting is a secret if its name ends in token, password, passwd, passphrase, secret, api key,
+access key, secret key or private key, as in hub_token, --api-key, hftoken, secrets or token_1.
+Other names do not count (token_count, secretary). The ending `tokens` counts only after a word such
+as access (access_tokens, not max_tokens). Special tokens of a tokenizer are not secrets: names such
+as eos_token, and values under a name ending in token or tokens that are in brackets (<image>,
+[INST]) or have fewer than 6 characters.
 
-Settings with secrets are refused. In text, secrets are masked, and so are values named credentials,
-pwd or authorization, and bearer tokens. A secret that does not follow such a name is found only if
-it is also the value of an environment variable with such a name, and has at least 8 characters.
+Settings with secrets are refused. In text, values with such names are masked, and so are values
+named credentials, pwd or authorization. Bearer tokens, private keys in PEM format and credentials
+in URLs need no name. Any other secret without a name is found only if it is also the value of an
+environment variable with a secret's name, and has at least 8 characters.
 """
 
 import dataclasses
@@ -87,8 +88,8 @@ def mask_private_keys(text: str) -> str:
 def mask_command(arguments: Iterable[str]) -> list[str]:
     """Mask secrets in the arguments of a command.
 
-    The argument after a secret option is always masked; an argument that contains a secret's name,
-    such as YAML, is masked as a whole.
+    The argument after a secret option is always masked. An argument with a secret's name before
+    a colon or an equals sign, as in YAML, is masked as a whole; only its own option stays.
     """
     masked = []
     is_next = False
@@ -126,15 +127,15 @@ class MaskedFormatter(logging.Formatter):
 def secrets_in(settings: Any, name: str = "", secret: str = "") -> Iterator[str]:
     """Yield the dotted names of the settings that contain a secret.
 
-    Secrets are strings and bytes under a secret's name (and numbers, unless the name ends in
-    token), also inside lists, sets, groups and dictionaries. Strings that contain credentials in a
-    URL, or the value of a secret environment variable, are secrets too. Other text may contain the
-    names of secrets, as a prompt does ("Password: ...").
+    Secrets are strings and bytes under a secret's name (and numbers, unless the name ends in token
+    or tokens), also inside lists, sets, groups and dictionaries. Strings that mask_unnamed changes
+    are secrets too. Other text may contain the names of secrets, as a prompt does ("Password: ...").
 
     Args:
         settings: a dataclass, or the value of a setting.
         name: the dotted name of the setting.
-        secret: the name of the innermost secret that the setting is part of; "" if there is none.
+        secret: the name of the innermost group around the setting that is named like a secret; ""
+            if there is none.
     """
     secret = name if is_secret(name) else secret
     is_token = _snake_case(secret).endswith(("token", "tokens"))

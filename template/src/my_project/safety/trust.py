@@ -1,7 +1,7 @@
 """Read the config.yaml beside untrusted weights without importing classes that are not trusted.
 
 Weights are data, but the config.yaml beside them names classes, and importing a class runs code. So
-commands.py reads only the recipe and a few numbers from the file, and jsonargparse imports only:
+only the recipe and a few plain settings are read from the file, and jsonargparse imports only:
 
 - the recipe's class and other dataclasses, if this package defines them, and what the recipe's
   module defines;
@@ -58,7 +58,9 @@ def read_config(path: Path, trusted: Iterable[str] = (), given: Path | None = No
     name = recipe.get("class_path")
     is_class = isinstance(name, str) and _is_dotted(name)
     if not (is_class and isinstance(recipe.get("init_args"), (dict, NoneType))):
-        raise ConfigError(f"{path}: recipe is not a class_path, module.Class, with init_args.")
+        raise ConfigError(
+            f"{path}: recipe must have a class_path such as module.Class; init_args is a group."
+        )
     weights = run_folder(str(given or path.parent))
     trusted = {*trusted, *_named_in_configs(weights)}
     for dotted in {name, *trusted.intersection(_strings(recipe))}:
@@ -114,7 +116,10 @@ def _importing_only(paths: Iterable[str]) -> Iterator[None]:
 
 
 def _refused_path(error: BaseException | None) -> str | None:
-    """Return the path that jsonargparse refused to import; the class of its error is private."""
+    """Return the class path that jsonargparse refused to import; None for another error.
+
+    It is read from the message, since the class of the error is private.
+    """
     while error:
         if match := re.search(r"Importing '([\w.]+)' is not allowed", str(error)):
             return match[1]
