@@ -1,7 +1,8 @@
 """Write export/README.md, the model card of the Hugging Face Hub, from the records of a run.
 
 The card says what was trained, on which data, with which results, and how to load it. It names no
-license, which only the owner knows, and no path or secret. A card that somebody has edited is kept.
+license, which only the owner knows, and no path or secret. A card that somebody has edited is kept,
+unless the recipe's export writes one.
 """
 
 import hashlib
