@@ -23,8 +23,9 @@ from world import TESTS, run_world
 
 from my_project import commands
 from my_project.config import Config, ConfigError
+from my_project.manifest import manifest_text
 from my_project.run_files import checkpoints
-from my_project.weights import load
+from my_project.weights import load, refuse_trained_view, trained_steps
 
 
 @pytest.fixture(scope="module")
@@ -65,6 +66,24 @@ def test_the_command_export_writes_the_weights_of_an_export(export, tmp_path, ca
     commands.write_one_file(argparse.Namespace(folder=str(export), file=str(path), ema=False))
     torch.testing.assert_close(load_file(path), weights(export), rtol=0, atol=0)
     assert "4 tensors" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("folder", ["", "nowhere"])
+def test_the_command_export_refuses_what_is_not_a_checkpoint(export, tmp_path, folder):
+    given = export.parent / folder
+    arguments = argparse.Namespace(folder=str(given), file=str(tmp_path / "one"), ema=False)
+    with pytest.raises(ConfigError, match="does not exist, or is not a complete checkpoint"):
+        commands.write_one_file(arguments)
+
+
+def test_an_untrusted_manifest_need_not_have_an_optimizer_and_has_the_step(tmp_path):
+    folder = tmp_path / "step_00000100.old-1"
+    folder.mkdir()
+    for state in ({"step": 100}, {"step": 100, "optimizer": "x"}):
+        content = {"format": 1, "step": 100, "files": {}, "resumed_from": None, "state": state}
+        (folder / "manifest.json").write_text(manifest_text(content))
+        refuse_trained_view(folder)
+    assert trained_steps(folder) == 100
 
 
 # ---- validation samples --------------------------------------------------------------------------
@@ -134,6 +153,11 @@ def test_files_replace_a_strangers_link_and_avoid_a_read_only_folder(
     assert path.parent.parent == tmp_path
     assert stat.S_IMODE(path.parent.stat().st_mode) == 0o700
     assert sorted(given.iterdir()) == before
+
+    monkeypatch.setattr(Shown, "predict_samples", lambda *_: "no file")
+    before = sorted(tmp_path.iterdir())
+    run_here(given)
+    assert sorted(tmp_path.iterdir()) == before
 
 
 def test_a_run_means_its_best_weights_or_else_its_export(shown, tmp_path, capsys):

@@ -165,6 +165,27 @@ def test_each_checkpoint_of_a_mirror_is_evaluated_one_copy_at_a_time(run, tmp_pa
     assert len(copies) == 1
 
 
+def test_hosts_that_follow_a_url_in_turn_keep_each_others_lines(run, tmp_path, monkeypatch):
+    """The first one comes back with its older copy of the file; a checkpoint is gone meanwhile."""
+    saved = checkpoints(run.folder)
+    for folder in saved:
+        folder.rename(tmp_path / folder.name)
+    for host, folder, expected in zip("aba", saved, ([2], [2, 4], [2, 4, 6]), strict=True):
+        monkeypatch.setattr("tempfile.tempdir", str(tmp_path / host))
+        (tmp_path / host).mkdir(exist_ok=True)
+        shutil.copytree(tmp_path / folder.name, folder)
+        assert follow_folder(f"file://{run.folder}") == 0
+        assert [line["step"] for line in lines(run)] == expected
+        shutil.rmtree(folder)
+
+
+def test_a_url_is_followed_by_processes_on_one_host(run, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
+    with pytest.raises(ConfigError, match="is a URL: follow it with processes on one host"):
+        follow_folder(f"file://{run.folder}")
+
+
 def test_a_step_that_was_trained_again_is_evaluated_again(run, finished, tmp_path):
     assert follow_folder(run.folder) == 0
     other = change(finished, runs_folder=str(tmp_path / "other"), seed=1)

@@ -71,6 +71,7 @@ def test_the_card_is_short_and_holds_no_path_and_no_secret(run):
 def test_the_code_of_the_card_loads_the_weights(run, monkeypatch):
     (code,) = re.findall(r"(?ms)^```python\n(.*?)^```$", page(run).read_text())
     monkeypatch.chdir(run.folder)
+    monkeypatch.syspath_prepend("")  # as in an interactive session
     exec(code, names := {})
     torch.testing.assert_close(names["model"].state_dict(), weights(run.folder / "export"))
 
@@ -85,6 +86,27 @@ def test_an_edited_card_is_kept_and_any_other_is_written_again(tmp_path):
     assert train(change(config, steps=4)) == 0
     assert page(config).read_text() == edited
     assert not (config.folder / "export/model.safetensors").is_symlink()
+
+
+class WritesCard(Ragged):
+    """Its export writes a card, as save_pretrained of a library does."""
+
+    def export(self, model, data_info, tensors, folder):
+        if folder:
+            (folder / "README.md").write_text("of the recipe")
+        return "model", tensors
+
+
+@pytest.mark.parametrize("is_link", [False, True])
+def test_a_card_that_the_recipe_writes_is_kept(tmp_path, is_link):
+    config = make_config(tmp_path, WritesCard(), steps=2, optim__schedule="constant")
+    assert train(config) == 0
+    page(config).write_text("an older one")
+    if is_link:
+        page(config).unlink()
+        page(config).symlink_to(config.folder / "config.yaml")
+    assert train(change(config, steps=3)) == 0
+    assert page(config).read_text() == "of the recipe"
 
 
 def test_a_name_that_is_a_path_is_not_a_dataset(tmp_path, monkeypatch):

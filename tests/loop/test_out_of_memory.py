@@ -12,11 +12,16 @@ import pytest
 import test_launch
 import torch
 from documents import HAS_TOOLS, PROJECT
+from my_project.checkpoint.saving import Checkpoints
 from my_project.files import read_json
 from my_project.launching import memory
 from my_project.launching.nodes import interfaces
+from my_project.loading.layout import batch_layout
+from my_project.memory import smaller_micro_batch
 from my_project.run_files import each_start
-from runs import assert_same_weights, quick
+from my_project.run_folder import Run
+from ragged import Ragged
+from runs import assert_same_weights, make_config, quick, train
 from test_launch import CONFIG
 from test_launch_node import launched_in_fork, parsed
 from test_rendezvous import meet, node
@@ -47,6 +52,12 @@ class TooLarge(Ragged):
             self.kept = bytearray(int(self.kind))  # more than a control group has
         return super().loss(model, batch, step)
 """
+
+
+class Mean(Ragged):
+    def loss(self, model, batch, step):
+        loss_sum, num_items, *scalars = super().loss(model, batch, step)
+        return loss_sum / num_items, num_items, *scalars
 
 
 @pytest.fixture
@@ -184,6 +195,33 @@ def test_a_run_that_would_change_or_cannot_shrink_ends(small, settings, code, sa
     text = " ".join(shown.split())
     assert re.search(said, text), shown
     assert sizes(small) == [None, 2, 1][: 3 if code == 1 else 1]
+
+
+def test_a_later_start_knows_that_the_loss_is_no_sum(tmp_path):
+    """It does not check the loss again."""
+    config = make_config(tmp_path, Mean(), steps=2, telemetry__every_steps=1)
+    assert train(config) == 0
+    run = Run(config, 1)
+    layout = batch_layout(config.batches, 1)
+    model = torch.nn.Linear(1, 1)
+    smaller = smaller_micro_batch(run, layout, model, [])
+    assert smaller.next_micro_batch_size is None
+    assert "it may change the curve, since the loss is not a sum" in smaller.advice
+    (config.folder / "metrics.jsonl").unlink()
+    assert smaller_micro_batch(run, layout, model, []).next_micro_batch_size == 2
+    run.resumed_from = "runs/other/checkpoints/step_00000002"
+    assert "the loss was not checked" in smaller_micro_batch(run, layout, model, []).advice
+
+
+def test_a_save_without_memory_gives_no_advice_on_the_micro_batch(tmp_path, monkeypatch):
+    def fail(*_: object, **__: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB.")
+
+    config = make_config(tmp_path, steps=3, checkpoints__every_steps=1)
+    monkeypatch.setattr(Checkpoints, "_copy_to_host", fail)
+    with pytest.raises(torch.OutOfMemoryError) as told:
+        train(config)
+    assert not getattr(told.value, "__notes__", [])
 
 
 @pytest.mark.slow

@@ -11,6 +11,7 @@ from documents import PROJECT
 from my_project import provenance
 from my_project.config import Config
 from my_project.manifest import read_manifest
+from my_project.process import CODE
 from runs import change, make_config, train
 
 SECRET = "hf_abcdefgh12345678"
@@ -138,6 +139,28 @@ def test_secrets_are_masked_and_what_is_kept_still_applies(repository, tmp_path,
     assert "https://***@host" in (clone / "team/src/my_project/new.py").read_text()
 
 
+def test_what_cannot_be_kept_without_a_secret_is_told(repository, tmp_path):
+    """A deleted file, a file whose name git quotes, and a private key over several lines."""
+    config = make_config(tmp_path)
+    names = ("gone.yaml", 'an"other.yaml', "key.yaml")
+    gone, other, key = (repository / name for name in names)
+    text = "a: |\n  -----BEGIN PRIVATE KEY-----\n  {}\n  -----END PRIVATE KEY-----\n"
+    for path in (gone, other):
+        path.write_text(f"hub_token: {SECRET}\n")
+    git(repository, "add", ".")
+    git(repository, "commit", "-qm", "with a secret")
+    gone.unlink()
+    other.write_text("a: 1\n")
+    key.write_text(text.format("MIIEvQIBADAN"))
+    git(repository, "add", "key.yaml")
+    keep(config, "a.0")
+    kept = kept_in(config.folder, "a.0")
+    assert "gone.yaml" in kept["not_kept"]
+    assert 'an\\"other.yaml' in kept["not_kept"]
+    clone = brought_back(repository, config.folder, "a.0", tmp_path / "clone")
+    assert (clone / "key.yaml").read_text() == text.format("***")
+
+
 def test_no_line_of_this_project_is_taken_for_a_secret():
     for path in (PROJECT / "src/my_project").rglob("*.py"):
         text = path.read_text()
@@ -155,6 +178,65 @@ def test_changes_over_the_limit_are_told_and_not_cut(repository, tmp_path, caplo
     assert "exceed the 1 MB limit" in caplog.text
     clone = brought_back(repository, config.folder, "a.0", tmp_path / "clone")
     assert (clone / "team/src/my_project/provenance.py").read_text() == changed
+
+
+def test_code_over_the_limit_has_no_masked_files(repository, tmp_path):
+    config = make_config(tmp_path)
+    text = f"hub_token = '{SECRET}'\n" + "".join(f"x{i} = {hash(str(i))}\n" for i in range(99_000))
+    (repository / "team/src/my_project/ignored.py").write_text(text)
+    keep(config, "a.0")
+    kept = kept_in(config.folder, "a.0")
+    assert "over the limit" in kept["not_kept"]
+    assert kept["masked"] == []
+
+
+def test_the_limit_of_changed_files_is_named(repository, tmp_path, monkeypatch):
+    monkeypatch.setattr(provenance, "MOST_CHANGED_BYTES", 5_000_000)
+    (repository / "notes.txt").write_bytes(bytes(6_000_000))
+    config = make_config(tmp_path)
+    keep(config, "a.0")
+    assert "exceed the 5 MB limit" in kept_in(config.folder, "a.0")["not_kept"]
+
+
+def test_an_edit_during_a_launch_is_not_taken_for_what_a_restart_runs(
+    repository, tmp_path, monkeypatch
+):
+    """A restart in place is forked from the launcher, which imported the code before the edit."""
+    config = make_config(tmp_path)
+    code = provenance.code_digest(config.recipe)
+    monkeypatch.setenv(CODE, code)
+    assert keep(config, "a.0") == "a.0"
+    (repository / "team/src/my_project/provenance.py").write_text(PACKAGE.replace("4", "8"))
+    origin = provenance.keep_code(config.folder, config, "run", "a.1")
+    assert (origin.start, origin.code) == ("a.0", code)
+    assert (config.folder / "starts/a.0/same_code.txt").read_text() == "a.1\n"
+    monkeypatch.setenv(CODE, "imported")
+    origin = provenance.keep_code(config.folder, config, "run", "b.1")
+    assert (origin.start, origin.code) == ("", "imported")
+    monkeypatch.setenv(CODE, "")
+    assert keep(config, "c.0") == "c.0"
+
+
+def test_a_recipe_that_was_broken_or_removed_during_a_launch_ends_no_restart(tmp_path):
+    source = tmp_path / "recipe.py"
+    source.write_text("import torch\nclass Recipe(")
+    assert provenance.provenance(str(source))["recipe_sha256"]
+    source.unlink()
+    assert provenance.provenance(str(source))["recipe_sha256"] is None
+
+
+def test_a_lock_of_an_editor_and_a_package_without_metadata_are_left_out(
+    repository, tmp_path, monkeypatch
+):
+    (repository / "team/accelerate_configs").mkdir()
+    (repository / "team/accelerate_configs/cpu.yaml").write_text("a: 1\n")
+    (repository / "team/accelerate_configs/.#cpu.yaml").symlink_to("me@host.1234")
+    (tmp_path / "site/old-1.dist-info").mkdir(parents=True)
+    (tmp_path / "site/old-1.dist-info/top_level.txt").write_text("torch\n")
+    monkeypatch.syspath_prepend(tmp_path / "site")
+    assert "torch" in provenance.imported_distributions()
+    config = make_config(tmp_path)
+    assert keep(config, "a.0") == "a.0"
 
 
 def test_without_a_commit_the_sources_are_kept(repository, tmp_path):

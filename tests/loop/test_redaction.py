@@ -1,5 +1,6 @@
 """No secret reaches config.yaml, run.json, status.json, errors/ or a log."""
 
+import json
 import logging
 from dataclasses import dataclass, field
 from typing import Any
@@ -10,6 +11,7 @@ from my_project import exits, provenance
 from my_project.config import Config, ConfigError, to_dict
 from my_project.failures import exit_with_error
 from my_project.safety.redaction import is_secret, mask, mask_command
+from my_project.settings import parse
 from ragged import Ragged
 from runs import make_config, status, train
 
@@ -102,6 +104,7 @@ def test_an_argument_is_masked_as_a_whole(given, masked):
         {"inner": {"hub_token": {"value": SECRET}}},
         {"inner": {"hub_token": b"abc"}},
         {"inner": {"password": 1234}},
+        {"inner": {"secrets": 12345}},
         {"inner": {"place": "s3://me:abcdefgh@bucket"}},
         {"eos_token": "https://me:abcdefgh@host"},
     ],
@@ -113,6 +116,19 @@ def test_a_setting_with_a_secret_is_refused_before_anything_is_written(tmp_path,
         train(config)
     assert SECRET not in str(told.value)
     assert not (tmp_path / "runs").exists()
+
+
+def test_a_secret_in_a_typed_group_is_refused_before_the_run_has_a_name():
+    recipe = {"class_path": "test_redaction.Logged", "init_args": {"hub_token": SECRET}}
+    words = ["--recipe", json.dumps(recipe), "--batches.global_batch_size", "16", "--steps", "2"]
+    with pytest.raises(ConfigError, match=r"recipe\.hub_token holds a secret"):
+        parse(words)
+
+
+def test_a_private_key_is_masked_on_all_of_its_lines():
+    text = "key: |\n{0}  -----BEGIN RSA PRIVATE KEY-----\n{0}  {1}\n{0}  {1}\n{0}  -----END R"
+    for sign in ("", "+"):
+        assert mask(text.format(sign, "MII+abc=")) == text.format(sign, "***")
 
 
 def test_what_a_run_writes_down_holds_no_secret(tmp_path, monkeypatch, capsys, caplog):

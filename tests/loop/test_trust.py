@@ -220,6 +220,22 @@ def test_code_beside_the_weights_is_never_imported_trusted_or_not(tmp_path, mark
         trust.read_config(path, MINE)  # the one elsewhere; configs/ of the run is not the project's
 
 
+def test_a_project_with_a_config_of_its_own_is_not_a_run_folder(tmp_path, monkeypatch):
+    export = write(tmp_path / "export", settings_of()).parent
+    write(tmp_path, {})
+    assert search_path.run_folder(str(export)) == str(tmp_path)
+    monkeypatch.setattr(search_path, "__file__", str(tmp_path / "src/p/search_path.py"))
+    assert search_path.run_folder(str(export)) == str(export)
+
+
+def test_an_import_that_raises_any_error_is_a_sentence(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "unfinished.py").write_text("class Recipe(")
+    path = write(tmp_path / "export", settings_of() | {"recipe": {"class_path": "unfinished.A"}})
+    with pytest.raises(ConfigError, match=r"unfinished\.A, which cannot .* \(SyntaxError: "):
+        trust.read_config(path, ["unfinished.A"])
+
+
 @pytest.mark.parametrize(
     ("command", "standing_in", "stays"),
     [

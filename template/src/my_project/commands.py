@@ -139,13 +139,13 @@ def say_results(folder: Path, results: dict[str, float]) -> None:
 
 # ---- predict -------------------------------------------------------------------------------------
 def predict(words: list[str]) -> None:
-    """Predict with the weights of a run, or show its answers for samples of the validation set.
+    """Predict from an input with the weights of a run, or from samples of its validation set.
 
     python -m my_project predict runs/image_classification
     python -m my_project predict runs/image_classification digit.png
 
-    The first command answers for 16 validation samples; the second predicts from a file (in some
-    recipes, from a text) and reads no validation data. Neither needs accelerate.
+    The first command shows predictions for 16 validation samples. The second predicts from a file
+    (in some recipes, from a text) and reads no validation data. Neither needs accelerate.
     For a run folder, its best/ is used, or its export/ if there is no best/.
     """
     run(print_prediction, parse_predict(words))
@@ -223,12 +223,15 @@ def show_samples(arguments: argparse.Namespace, weights: Path) -> None:
     folder = Path(run_folder(str(weights)))
     if folder.is_relative_to(Path.cwd()):
         folder = folder.relative_to(Path.cwd())  # shorter to read
-    if not os.access(folder, os.W_OK):
-        folder = Path(tempfile.mkdtemp(prefix="predictions-"))
-    with tempfile.TemporaryDirectory(prefix=".predict-", dir=folder) as temporary:
+    is_writable = os.access(folder, os.W_OK)
+    within = folder if is_writable else None
+    with tempfile.TemporaryDirectory(prefix=".predict-", dir=within) as temporary:
         with torch.no_grad():
             say(rendered(show(model, exported, samples, Path(temporary)) or ""))
-        for path in sorted(Path(temporary).iterdir()):
+        paths = sorted(Path(temporary).iterdir())
+        if paths and not is_writable:
+            folder = Path(tempfile.mkdtemp(prefix="predictions-"))
+        for path in paths:
             # an existing link of that name, which may be untrusted, is replaced, not followed
             os.replace(path, folder / path.name)
             say(folder / path.name)
@@ -267,6 +270,11 @@ def write_one_file(arguments: argparse.Namespace) -> int:
 
     folder, path = local_folder(arguments.folder), Path(arguments.file)
     if not is_export(folder):
+        if not (folder / "manifest.json").is_file():
+            raise ConfigError(
+                f"{folder} does not exist, or is not a complete checkpoint or an export: give"
+                " runs/<name>/checkpoints/step_<n>, runs/<name>/export or runs/<name>/best."
+            )
         refuse_damaged(folder, find_damage(folder))
         refuse_trained_view(folder)
     if path.exists() or not path.parent.is_dir():

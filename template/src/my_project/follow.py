@@ -2,8 +2,8 @@
 
 The command runs on another GPU, on the CPU, or on another host that sees the run folder. Each
 evaluation is a line of evaluations.jsonl (docs/run-folder.md). Nothing else in the run folder is
-written, and training never waits: the only lock is on evaluations.jsonl, and if training removes a
-checkpoint while it is read, the checkpoint is skipped. Checkpoints without a line are evaluated,
+written or locked, so training never waits. If training removes a checkpoint while it is read, the
+checkpoint is skipped. Checkpoints without a line are evaluated,
 the oldest first, so the same command, run again, continues where it ended. It ends when the run has
 finished and no checkpoint is left.
 """
@@ -33,7 +33,7 @@ from .config import Config, ConfigError
 from .evaluate import evaluate
 from .files import FormatError, Json, TransientError, finite, open_own
 from .manifest import read_manifest
-from .mirror.download import fetch_next, send_evaluations
+from .mirror.download import exchange_evaluations, fetch_next
 from .process import world
 from .ranks import gather_on_main, on_main_then_broadcast
 from .run_files import checkpoints, local_folder, parse_record, read_info, read_status
@@ -48,8 +48,12 @@ def follow_run(arguments: argparse.Namespace, output: TextIO | None = None) -> i
 
     Raises:
         ConfigError: the folder is not a run, or its checkpoints do not fit the model.
-        TransientError: another process is following the run, or the run was started over.
+        TransientError: another process is following the run, the run was started over, or a line
+            cannot be written.
     """
+    size = str(world()[0])
+    if "://" in arguments.folder and os.environ.get("LOCAL_WORLD_SIZE", size) != size:
+        raise ConfigError(f"{arguments.folder} is a URL: follow it with processes on one host.")
     run = local_folder(arguments.folder)
     if not (run / "run.json").is_file():
         raise ConfigError(f"no run has begun in {run}; give the folder of one that has.")
@@ -138,7 +142,9 @@ def load_together(accelerator: Accelerator, checkpoint: Checkpoint, model: nn.Mo
 
     def judge() -> str:
         current, problem = read_checkpoint(checkpoint.folder), next(filter(None, problems), "")
-        if current and current.weights != checkpoint.weights:  # each rank may have read either
+        if (
+            current and current.weights != checkpoint.weights
+        ):  # a rank may have read the old or the new files
             return "it was saved again"
         if current and problem:
             raise ConfigError(problem)
@@ -190,16 +196,20 @@ class Evaluations:
         except OSError:  # storage without locks
             logger.warning("%s has no file locks: start only one follower", self.run)
         self.file.seek(0)
-        content = self.file.read()
-        whole = content[: content.rfind(b"\n") + 1]
-        if whole != content:
-            self.file.truncate(len(whole))
-        self.done = {str(parse_record(line).values.get("weights")) for line in whole.splitlines()}
+        self.file.truncate(self.file.read().rfind(b"\n") + 1)
+        self._read()
         return self
 
     def __exit__(self, *_: object) -> None:
         if world()[1] == 0:
             self.file.close()
+
+    def _read(self) -> None:
+        """Add the lines of followers on other hosts, and note which checkpoints have a line."""
+        exchange_evaluations(self.given, self.file)  # with a mirror
+        self.file.seek(0)
+        lines = self.file.read().splitlines()
+        self.done = {str(parse_record(line).values.get("weights")) for line in lines}
 
     def look(self) -> tuple[Checkpoint | None, bool]:
         """Return the oldest checkpoint without a line, if any, and whether the run has finished.
@@ -260,6 +270,5 @@ class Evaluations:
         if not is_written:
             self.file.truncate(size)
             raise TransientError(f"{self.path} cannot be written to: free disk space there.")
-        send_evaluations(self.given, self.path)  # to a mirror
-        self.done.add(checkpoint.weights)
+        self._read()
         return line

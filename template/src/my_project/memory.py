@@ -7,7 +7,7 @@ optimizer allocates its state at the end of that step, so often only the second 
 memory.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from traceback import walk_tb
@@ -22,10 +22,10 @@ from .failures import WORKER_TRACEBACK, exception_cause, write_to_logs
 from .loading import layout as layouts
 from .loading.layout import BatchLayout
 from .recipe import Dataset
-from .run_files import newest_checkpoint
+from .run_files import newest_checkpoint, records
 from .run_folder import Run
 
-NOTE = "micro_batch_rank"  # the file in the log folder for a process that the kernel may kill
+NOTE = "micro_batch_rank"  # a file in the log folder, for the launcher: see below
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,11 +43,11 @@ def memory_explained(
 ) -> Iterator[None]:
     """Add advice to an out-of-memory error.
 
-    An out-of-host-memory error gets advice if training runs on the CPU, unless a loader worker
-    raised the error: fewer workers help there, and `loader worker` is a separate cause.
+    If host memory runs out, advice is added only if training runs on the CPU and the error is not
+    that of a loader worker: fewer workers would help there.
     """
     first_step, is_on_cpu = run.step, accelerator.device.type == "cpu"
-    if is_on_cpu:  # the kernel may kill this process before it can explain anything
+    if is_on_cpu:  # the kernel may kill this process: the launcher then reads the note
         smaller = smaller_micro_batch(run, layout, model, train_set)
         write_to_logs(NOTE, asdict(smaller) | {"launch": run.token, "first_step": first_step})
     try:
@@ -56,23 +56,27 @@ def memory_explained(
         kind = exception_cause(error)
         is_trainer = is_on_cpu and WORKER_TRACEBACK not in str(error)
         is_full = kind == "out of memory" or (kind == "out of host memory" and is_trainer)
-        if is_full and (newest_checkpoint(run.folder) or 0) <= first_step:
+        if is_full and _is_from(Checkpoints.save, error):
+            setattr(error, "facts", {})  # noqa: B010 - a save does not depend on the micro-batch
+        elif is_full and (newest_checkpoint(run.folder) or 0) <= first_step:
             _explain(error, run, smaller_micro_batch(run, layout, model, train_set))
         raise
 
 
 def _explain(error: Exception, run: Run, smaller: Smaller) -> None:
     """Add the advice to an error, and the facts that its error file states for the launcher."""
-    codes = [frame.f_code for frame, _ in walk_tb(error.__traceback__)]
     size = run.config.evaluation.batch_size
-    if Checkpoints.save.__code__ in codes:  # a save does not depend on the micro-batch
-        return
-    if size and evaluate.__code__ in codes:
+    if size and _is_from(evaluate, error):
         smaller = Smaller(advice=f"Lower evaluation.batch_size, which is {size}.")
     error.add_note(smaller.advice)
     facts = asdict(smaller)
     del facts["advice"]
     setattr(error, "facts", facts)  # noqa: B010 - see failures.exception_failure
+
+
+def _is_from(function: Callable, error: Exception) -> bool:
+    """Return whether an error was raised in a function, or in what it called."""
+    return any(frame.f_code is function.__code__ for frame, _ in walk_tb(error.__traceback__))
 
 
 def smaller_micro_batch(run: Run, layout: BatchLayout, model: nn.Module, data: Dataset) -> Smaller:
@@ -89,7 +93,7 @@ def smaller_micro_batch(run: Run, layout: BatchLayout, model: nn.Module, data: D
     if why := _why_the_curve_would_change(run, model):
         return Smaller(
             advice=f"batches.micro_batch_size {sizes[0]} may fit, but you have to set it yourself:"
-            f" it would change the curve, since {why}.",
+            f" it may change the curve, since {why}.",
             exit_code=2,
         )
     return Smaller(
@@ -103,8 +107,13 @@ def _why_the_curve_would_change(run: Run, model: nn.Module) -> str:
     """Return why the loss or the model depends on the size of a micro-batch; "" if neither does."""
     if getattr(run.config.recipe, "compares_samples", False):
         return "the loss compares the samples of a micro-batch (compares_samples)"
-    if not run.is_loss_a_sum:
+    # checks/recipe.py looks only before the first step; a later start reads what it recorded
+    found = (record.text("problem") for record in records(run.folder, "check"))
+    loss = f"{type(run.config.recipe).__name__}.loss ("
+    if not run.is_loss_a_sum or any(problem.startswith(loss) for problem in found):
         return "the loss is not a sum over samples (checks.recipe)"
+    if run.resumed_from:
+        return "this run began from another one's checkpoint, so the loss was not checked"
     for name, layer in model.named_modules():
         if isinstance(layer, _BatchNorm) and layer.training:
             return f"the BatchNorm {name} is in train mode"

@@ -1,7 +1,8 @@
 """Write export/README.md, the model card of the Hugging Face Hub, from the records of a run.
 
 The card says what was trained, on which data, with which results, and how to load it. It names no
-license, which only the owner knows, and no path or secret. A card that somebody has edited is kept.
+license, which only the owner knows, and no path or secret. A card that somebody has edited is kept,
+unless the recipe's export writes one.
 """
 
 import hashlib
@@ -17,7 +18,7 @@ from .files import read_own
 from .recipe import Recipe
 from .run_files import read_info, records
 from .run_folder import Run
-from .safety.redaction import is_secret, mask
+from .safety.redaction import mask
 from .words import PACKAGE, format_metric, printable
 
 MOST_METRICS = 8  # so that the card stays short
@@ -26,7 +27,7 @@ IS_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")  # a dataset's
 
 
 def write_model_card(run: Run, model: nn.Module, folder: Path) -> None:
-    """Write README.md into the folder that will become export/, or copy an edited one there.
+    """Write README.md into the folder that will become export/, or copy an edited card there.
 
     Args:
         run: the run, whose export/ is still the previous one.
@@ -34,9 +35,11 @@ def write_model_card(run: Run, model: nn.Module, folder: Path) -> None:
         folder: the new export; a README.md that the recipe's export has written there is kept.
     """
     before, path = run.folder / "export" / "README.md", folder / "README.md"
+    if os.path.lexists(path):
+        return
     if os.path.lexists(before) and not is_written_here(before):
         shutil.copy2(before, path, follow_symlinks=False)
-    elif not os.path.lexists(path):
+    else:
         text = model_card(run, model)
         path.write_text(text + MARK.format(digest(text)), encoding="utf-8")
 
@@ -88,7 +91,7 @@ A `{kind.__qualname__}` with {count:,} parameters, trained by `{name}` of the pr
 {results(run)}
 ## How to load it
 
-With the project installed, in the folder that holds this one:
+With the project installed, in the folder that contains this export:
 
 ```python
 from pathlib import Path
@@ -104,7 +107,7 @@ def dataset_name(recipe: Recipe) -> tuple[str, bool]:
     """Return the name of the recipe's dataset ("" if unknown), and whether it can be on the Hub."""
     for field in ("dataset", "data"):
         value = getattr(recipe, field, None)
-        if isinstance(value, str) and IS_NAME.fullmatch(value) and not is_secret(field):
+        if isinstance(value, str) and IS_NAME.fullmatch(value):
             # a path below the current folder may look the same
             return ("", False) if os.path.exists(value) else (mask(value), "/" in value)
     return "", False

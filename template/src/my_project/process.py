@@ -129,6 +129,7 @@ def stacks_file(logs: str, rank: int) -> Path:
 START = "LAUNCH_START"  # the name of this start in starts.jsonl
 NODES = "LAUNCH_NODES"  # how many nodes take part, such as "3 of 4"
 LOGS = "LAUNCH_LOGS"  # the folder for the output of this process
+CODE = "LAUNCH_CODE"  # a hash of the code that a forked process runs, even after an edit
 BLAMED = "BLAMED_NODES"  # a file for the names of hosts at fault (launch/slurm.sbatch)
 DRY_RUN = "LAUNCH_DRY_RUN"  # set in a dry run, in which each check prints a line
 

@@ -2,8 +2,8 @@
 
     starts/<launch>/           for a start whose code differs from the code of all earlier starts
       start.json               the fields of Kept, below
-      code.patch               changes since the commit, and untracked files, for `git apply`
-      sources.zip              code that git does not contain; without git, all code
+      code.patch               changes since the commit, and untracked code, for `git apply`
+      sources.zip              code that is neither in the commit nor in code.patch
       requirements.txt         the imported distributions, for pip
       same_code.txt            later starts that ran the same code, one per line
 
@@ -25,7 +25,7 @@ import subprocess
 import sys
 import tempfile
 import zipfile
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
@@ -36,12 +36,14 @@ from typing import Any
 from .config import Config, to_yaml
 from .files import discard, flush_to_disk, from_object, open_own, read_json
 from .manifest import put_in_place
+from .process import CODE
 from .safety.redaction import (
     MASK,
     is_masked,
     is_secret,
     mask,
     mask_command,
+    mask_private_keys,
     mask_unnamed,
 )
 from .words import PACKAGE
@@ -83,7 +85,7 @@ class Kept:
     code: str  # the result of code_digest
     package: str = PACKAGE
     python: str = platform.python_version()
-    packages: dict[str, str] = field(default_factory=dict)  # imported distributions
+    packages: dict[str, str] = field(default_factory=dict)  # versions of imported distributions
     commit: str | None = None  # None: not in git, or nothing is committed yet
     repository: str = ""  # the top folder of the repository
     remote: str = ""  # the URL of the remote
@@ -95,15 +97,16 @@ class Kept:
     not_kept: str = ""  # what is missing, and why
 
     def is_like(self, other: "Kept") -> bool:
-        """Return whether the code is the same, and so are the packages that both starts import."""
+        """Return whether all fields are equal; of packages, only those that both starts import."""
         both = self.packages.keys() & other.packages.keys()
         is_same = all(self.packages[name] == other.packages[name] for name in both)
         return is_same and replace(self, packages={}) == replace(other, packages={})
 
 
 def source_hash(file: str | Path | None) -> str | None:
-    """Return the SHA-256 of a source file; None for None."""
-    return hashlib.sha256(Path(file).read_bytes()).hexdigest() if file else None
+    """Return the SHA-256 of a source file; None if it is unknown or was removed."""
+    with suppress(OSError):
+        return hashlib.sha256(Path(file or "").read_bytes()).hexdigest()
 
 
 def modules() -> list[Path]:
@@ -113,9 +116,10 @@ def modules() -> list[Path]:
 
 
 def code_digest(recipe: object) -> str:
-    """Return a hash of the source files of the loop, the recipe, and the recipe's base classes.
+    """Return a hash of the source files of the loop, the recipe, and its base classes in here.
 
-    Tools and other recipes are left out, since they may be edited while a run is under way.
+    Tools and other recipes are left out, since they may be edited while a run is under way. So are
+    base classes of other packages.
     """
     package, kinds = Path(__file__).parent, type(recipe).__mro__
     names = [kind.__module__ for kind in kinds if kind.__module__.startswith(f"{__package__}.")]
@@ -135,7 +139,7 @@ def code_digest(recipe: object) -> str:
 
 
 def installed(source: str | None = None) -> dict[str, str]:
-    """Return the versions of the packages that the loop and the recipe import.
+    """Return the versions of RECORDED_PACKAGES and of the packages that the recipe imports.
 
     A package whose module has a different name is listed by the name of the module: cv2, PIL.
     """
@@ -152,7 +156,8 @@ def installed(source: str | None = None) -> dict[str, str]:
 def imports_of(source: str | None) -> list[str]:
     """Return the top-level modules that a source file imports, including inside functions."""
     names: set[str] = set()
-    with suppress(OSError, ValueError):  # ValueError: a wrong encoding or a zero byte
+    # ValueError: a wrong encoding or a zero byte
+    with suppress(OSError, ValueError, SyntaxError):
         for node in ast.walk(ast.parse(Path(source or "").read_bytes())):
             if isinstance(node, ast.Import):
                 names |= {alias.name.partition(".")[0] for alias in node.names}
@@ -168,7 +173,7 @@ def provenance(source: str | None = None) -> dict[str, Any]:
         source: the recipe's file; git is asked about the repository that contains the file.
     """
     folder = Path(source or __file__).resolve().parent
-    # git ignores an installed package in an environment inside another project's repository
+    # the package may be installed in an environment that another project's repository ignores
     is_tracked = _git(folder, "check-ignore", "-q", ".") is None
     commit = _git(folder, "rev-parse", "HEAD") if is_tracked else None
     changes = _git(folder, "status", "--porcelain") if is_tracked else None
@@ -191,7 +196,7 @@ def provenance(source: str | None = None) -> dict[str, Any]:
 
 
 def _launcher() -> list[str]:
-    """Return the command of the launcher that started this process; [] if none did."""
+    """Return the command of the launcher that started this process; [] if none is found."""
     import psutil
 
     with suppress(psutil.Error):
@@ -239,11 +244,14 @@ def keep_code(run_folder: Path, config: Config, run: str, start: str) -> Origin:
         starts.mkdir(exist_ok=True)
         for leftover in starts.glob(".*.partial"):  # left by a start that was killed
             discard(leftover)
-        kept, contents = code_that_runs(config, kept)
-        contents["requirements.txt"] = requirements(imported).encode()
-        name = _write(starts, kept, contents, start)
+        if os.environ.get(CODE) in (None, "", kept.code):
+            kept, contents = code_that_runs(config, kept)
+            contents["requirements.txt"] = requirements(imported).encode()
+            name = _write(starts, kept, contents, start)
+        else:  # edited since the launcher imported it
+            kept, name = _imported_before(starts, replace(kept, code=os.environ[CODE]), start)
     except OSError as error:  # the run goes on without a folder in starts/
-        kept, name = replace(kept, not_kept=f"it could not be written: {error}"), ""
+        kept, name = replace(kept, not_kept=f"it could not be written or read: {error}"), ""
     if kept.not_kept:
         logger.warning("not all code of this start is kept: %s", mask(kept.not_kept))
     return Origin(
@@ -258,12 +266,10 @@ def keep_code(run_folder: Path, config: Config, run: str, start: str) -> Origin:
 
 def _write(starts: Path, kept: Kept, contents: dict[str, bytes], start: str) -> str:
     """Write a start's folder, or add the start to one with the same code; return its name."""
-    for path in sorted(starts.glob("*/start.json")):
-        with suppress(TypeError):  # a damaged file
-            if kept.is_like(from_object(Kept, read_json(path))):
-                with open_own(path.with_name("same_code.txt"), "ab") as file:
-                    file.write(f"{start}\n".encode())
-                return path.parent.name
+    for path, other in _starts(starts):
+        if kept.is_like(other):
+            _add(start, path)
+            return path.name
     temporary = starts / f".{start}.partial"
     temporary.mkdir()
     contents["start.json"] = (json.dumps(asdict(kept), indent=1) + "\n").encode()
@@ -272,6 +278,31 @@ def _write(starts: Path, kept: Kept, contents: dict[str, bytes], start: str) -> 
         flush_to_disk(temporary / name)
     put_in_place(temporary, starts / start)
     return start
+
+
+def _imported_before(starts: Path, kept: Kept, start: str) -> tuple[Kept, str]:
+    """Add a start to an earlier one with the same code; return its content and its name.
+
+    Called if files were edited since the launcher imported them: a forked process runs the latter.
+    """
+    for path, other in _starts(starts):
+        if other.code == kept.code:
+            _add(start, path)
+            return other, path.name
+    return replace(kept, not_kept="files were edited after the launcher had imported them"), ""
+
+
+def _starts(starts: Path) -> Iterator[tuple[Path, Kept]]:
+    """Yield the folders of starts whose start.json is intact, and its content."""
+    for path in sorted(starts.glob("*/start.json")):
+        with suppress(TypeError):  # a damaged file
+            yield path.parent, from_object(Kept, read_json(path))
+
+
+def _add(start: str, folder: Path) -> None:
+    """Note that a start ran the code in another start's folder."""
+    with open_own(folder / "same_code.txt", "ab") as file:
+        file.write(f"{start}\n".encode())
 
 
 def code_that_runs(config: Config, kept: Kept) -> tuple[Kept, dict[str, bytes]]:
@@ -288,15 +319,18 @@ def code_that_runs(config: Config, kept: Kept) -> tuple[Kept, dict[str, bytes]]:
         patch, masked, left_out = masked_patch(patch)
         untracked = {path: name for path, name in sources.items() if path not in tracked}
         sources = untracked | {top / name: name for name in left_out if (top / name).is_file()}
-        kept = replace(kept, not_kept="; ".join(filter(None, (kept.not_kept, problem))))
+        if lost := [name for name in left_out if not (top / name).is_file()]:
+            lost = [f"the changes of {', '.join(lost)}, which contain a secret"]
+        kept = replace(kept, not_kept="; ".join(filter(None, (kept.not_kept, problem, *lost))))
     archive, masked_in_archive = _archive(sources)
     contents = {"code.patch": os.fsencode(patch), "sources.zip": archive}
     contents = {name: content for name, content in contents.items() if content}
+    masked |= masked_in_archive
     if (size := sum(map(len, contents.values()))) > MOST_BYTES:
         problem = f"it is {size / 1e6:.1f} MB, over the limit of {MOST_BYTES / 1e6:.0f} MB"
-        kept, contents = replace(kept, not_kept=problem), {}
+        kept, contents, masked = replace(kept, not_kept=problem), {}, set()
     hashes = {name: hashlib.sha256(content).hexdigest() for name, content in contents.items()}
-    return replace(kept, files=hashes, masked=tuple(sorted(masked | masked_in_archive))), contents
+    return replace(kept, files=hashes, masked=tuple(sorted(masked))), contents
 
 
 def _sources(config: Config) -> dict[Path, str]:
@@ -306,7 +340,8 @@ def _sources(config: Config) -> dict[Path, str]:
     recipe's module.
     """
     package = Path(__file__).parent
-    sources = {path.resolve(): str(path) for path in Path("accelerate_configs").glob("*.yaml")}
+    configs = filter(Path.is_file, Path("accelerate_configs").glob("*.yaml"))  # see modules()
+    sources = {path.resolve(): str(path) for path in configs}
     inner = PACKAGE.replace(".", "/")
     sources |= {path.resolve(): f"{inner}/{path.relative_to(package)}" for path in modules()}
     recipe = Path(inspect.getsourcefile(type(config.recipe)) or __file__).resolve()
@@ -328,8 +363,8 @@ def _in_git(kept: Kept, top: Path, sources: dict[Path, str]) -> Kept:
     Args:
         kept: what is known of the start so far.
         top: the repository's top folder.
-        sources: the result of _sources; a .py path without its name in sources.zip is a folder on
-            the search path.
+        sources: the result of _sources. If the path of a .py file ends in its name in sources.zip,
+            what comes before that name is a folder on the search path.
     """
     here = Path.cwd().resolve()
     roots = {Path(str(p).removesuffix(name)) for p, name in sources.items() if p.suffix == ".py"}
@@ -353,16 +388,17 @@ def _in_git(kept: Kept, top: Path, sources: dict[Path, str]) -> Kept:
 
 
 def _changes(top: Path, sources: Iterable[Path]) -> tuple[str, set[Path], str]:
-    """Return a patch against the commit, the files that it or the commit contains, and a problem.
+    """Return a patch against the commit, the files that need no other copy, and a problem.
 
-    Untracked files of the package are added to a copy of the index, never to the user's index.
+    Those files are in the commit or in the patch. Untracked files of the package are added to a
+    copy of the index, never to the user's index.
     """
     paths = [str(Path(__file__).resolve().parent), *map(str, sources)]
     paths = [path for path in paths if Path(path).is_relative_to(top)]
     with tempfile.TemporaryDirectory() as folder:
         index, output = Path(folder, "index"), Path(folder, "patch")
         with suppress(OSError):  # there is a commit, but no index
-            # copied with its time, by which git recognizes files that changed just now
+            # with its time: git reads files that changed at that time or later
             shutil.copy2(top / (_git(top, "rev-parse", "--git-path", "index") or ""), index)
         git = partial(_git, top, GIT_INDEX_FILE=str(index))
         listed = git("ls-files", "-z", "--others", "--exclude-standard", "--", *paths)
@@ -381,11 +417,15 @@ def _changes(top: Path, sources: Iterable[Path]) -> tuple[str, set[Path], str]:
         tracked = git("ls-files", "-z", "--", *paths)
     is_large = size > MOST_CHANGED_BYTES or len(os.fsencode(patch)) > MOST_BYTES
     if is_large or answer is None:
-        problem = f"git did not list the changes since the commit within {GIT_SECONDS:.0f} s"
+        problem = f"git failed to list the changes since the commit within {GIT_SECONDS:.0f} s"
         if is_large:
-            size_text = f"{MOST_BYTES / 1e6:.0f} MB"
-            problem = f"the changes since the commit exceed the {size_text} limit"
-        return "", set(), f"{problem}, so only the modules of {PACKAGE} and the recipe are kept"
+            limit = MOST_CHANGED_BYTES if size > MOST_CHANGED_BYTES else MOST_BYTES
+            problem = f"the changes since the commit exceed the {limit / 1e6:.0f} MB limit"
+        return (
+            "",
+            set(),
+            f"{problem}, so only {PACKAGE}, the recipe and accelerate_configs/ are kept",
+        )
     return patch, {top / name for name in (tracked or "").split("\0")}, ""
 
 
@@ -400,9 +440,12 @@ def masked_patch(patch: str) -> tuple[str, set[str], list[str]]:
     parts, masked, left_out = [], set[str](), []
     for part in re.split(r"(?m)^(?=diff --git )", patch):
         header, *hunks = re.split(r"(?m)^(?=@@ )", part, maxsplit=1)
-        name = (re.findall(r"(?m)^(?:--- a|\+\+\+ b)/(.*?)\t?$", header) or [""])[-1]
-        lines = "".join(hunks).splitlines(keepends=True)
-        safe = [line[:1] + mask_file(line[1:], name) for line in lines]
+        name = (
+            re.findall(r"(?m)^(?:--- a|\+\+\+ b)/(.*?)\t?$", header) or [header.partition("\n")[0]]
+        )[-1]
+        text = "".join(hunks)
+        lines, safe = (t.splitlines(keepends=True) for t in (text, mask_private_keys(text)))
+        safe = [line[:1] + mask_file(line[1:], name) for line in safe]
         differing = [old for old, new in zip(lines, safe, strict=True) if old != new]
         masked |= {name} if differing else set()
         if all(line.startswith("+") for line in differing):
@@ -433,13 +476,13 @@ def _archive(sources: dict[Path, str]) -> tuple[bytes, set[str]]:
     if not sources:
         return b"", set()
     masked, output = set[str](), io.BytesIO()
-    with zipfile.ZipFile(output, "w", zipfile.ZIP_DEFLATED) as archive:
+    with zipfile.ZipFile(output, "w") as archive:
         for path, name in sorted(sources.items(), key=lambda item: item[1]):
-            lines = os.fsdecode(path.read_bytes()).splitlines(keepends=True)
-            safe = [mask_file(line, name) for line in lines]
-            masked |= {name} if safe != lines else set()
-            content = os.fsencode("".join(safe))
-            archive.writestr(zipfile.ZipInfo(name), content, zipfile.ZIP_DEFLATED)
+            text = os.fsdecode(path.read_bytes())
+            lines = mask_private_keys(text).splitlines(keepends=True)
+            safe = "".join(mask_file(line, name) for line in lines)
+            masked |= {name} if safe != text else set()
+            archive.writestr(zipfile.ZipInfo(name), os.fsencode(safe), zipfile.ZIP_DEFLATED)
     return output.getvalue(), masked
 
 
@@ -455,7 +498,8 @@ def imported_distributions() -> dict[str, tuple[str, Distribution]]:
     used = [dist for dist, tops in modules.items() if tops & imported and own not in tops]
     parsed = [(dist.metadata, dist) for dist in reversed(used)]  # each access would parse again
     # if two distributions have the same name, Python imports the first
-    return dict(sorted({data["Name"]: (data["Version"], dist) for data, dist in parsed}.items()))
+    named = {data["Name"]: (data["Version"], dist) for data, dist in parsed if data["Name"]}
+    return dict(sorted(named.items()))
 
 
 def top_modules(distribution: Distribution) -> set[str]:
@@ -470,7 +514,9 @@ def requirements(imported: dict[str, tuple[str, Distribution]]) -> str:
     lines, indexes = [], set()
     for name, (release, distribution) in imported.items():
         line = f"{name}=={release}"
-        with suppress(ValueError, KeyError, TypeError):  # TypeError: from an index
+        with suppress(
+            ValueError, KeyError, TypeError
+        ):  # TypeError: no file, since it is from an index
             origin = json.loads(distribution.read_text("direct_url.json"))  # type: ignore[arg-type]
             line = f"# {line} was installed from {mask(origin['url'])}"
             vcs = origin["vcs_info"]

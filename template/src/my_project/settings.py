@@ -346,6 +346,8 @@ def parse(
     words = [*from_files, *words, *unset_duration([*in_files, typed])]
     texts = {name: text for name, text in options if text is not None}
     config = _config(parser, lambda: parser.parse_args(words), [*in_files, texts])
+    if refusal := secrets_problem(config):  # in a group that was typed as JSON
+        raise ConfigError(refusal)
     if any("run_name" in source for source in (*in_files, typed)):
         return config
     base = None

@@ -1,10 +1,13 @@
-"""Read the exports of runs, without accelerate; checkpoint/exporting.py writes them."""
+"""Read the weights of exports and checkpoints, without accelerate.
+
+checkpoint/exporting.py writes exports, and checkpoint/saving.py checkpoints.
+"""
 
 import dataclasses
 import json
 import os
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from torch import nn
@@ -17,7 +20,7 @@ from .failures import exception_frames, own_frame
 from .files import read_json, read_own, temporary_folder
 from .manifest import read_manifest
 from .recipe import DataInfo, optional
-from .run_files import checkpoint_step, checkpoints
+from .run_files import checkpoints
 from .safety.search_path import run_folder
 from .safety.trust import read_config
 
@@ -73,8 +76,8 @@ def load_model(folder: Path, config: Config, data_info: DataInfo) -> nn.Module:
     """Build the model of an export and load its weights, with the recipe's `load` if it has one.
 
     Raises:
-        ConfigError: the weights are missing, damaged, or do not fit the model; the recipe's `load`
-            raises errors of its own.
+        ConfigError: the weights are missing, damaged, or do not fit the model.
+        Exception: an error of the recipe's `load`.
     """
     if recipe_load := optional(config.recipe, "load"):
         contract.seed_model(config.seed)
@@ -89,7 +92,9 @@ def load_model(folder: Path, config: Config, data_info: DataInfo) -> nn.Module:
 def trained_steps(folder: Path) -> int:
     """Return the number of steps that an export or a checkpoint was trained for; 0 if unknown."""
     step = read_json(folder / "step.json", follow=True).get("step")
-    return max(0, step if isinstance(step, int) else checkpoint_step(folder))
+    with suppress(ValueError, OSError):  # an old export without step.json
+        return max(0, step if isinstance(step, int) else read_manifest(folder)["step"])
+    return 0
 
 
 def load_weights(folder: Path, model: nn.Module) -> None:
@@ -100,11 +105,12 @@ def load_weights(folder: Path, model: nn.Module) -> None:
 
 
 def refuse_trained_view(folder: Path) -> None:
-    """Refuse a checkpoint whose optimizer trains weights other than those it evaluates."""
-    if read_manifest(folder)["state"]["optimizer"].get("has_two_views"):
+    """Refuse a checkpoint with the weights that its optimizer trains, if it evaluates others."""
+    optimizer = read_manifest(folder)["state"].get("optimizer")  # may be untrusted
+    if isinstance(optimizer, dict) and optimizer.get("has_two_views"):
         raise ConfigError(
-            f"{folder} holds the weights that its optimizer trains, not those that its eval() sets:"
-            " give the run's best/ or export/."
+            f"{folder} holds the weights that its optimizer trains, but the optimizer's eval() sets"
+            " other weights for an evaluation: give the run's best/ or export/."
         )
 
 
@@ -128,13 +134,13 @@ def is_export(folder: Path) -> bool:
 
 
 def config_beside(folder: Path, trusted: Iterable[str] = (), given: Path | None = None) -> Config:
-    """Return the config for evaluating an export, or a checkpoint of a run.
+    """Return the config for evaluating an export, or a run or its checkpoint.
 
-    The locks of prepare_data are beside the run or, if they cannot be written there, in this user's
-    temporary folder.
+    Its runs_folder, in which prepare_data makes locks, is the folder around the run or, if that
+    cannot be written to, this user's temporary folder.
 
     Args:
-        folder: the export or checkpoint.
+        folder: the export, checkpoint or run.
         trusted: class paths that may be imported besides this project's own (safety/trust.py).
         given: the folder named on the command line; by default `folder`.
     """

@@ -64,6 +64,7 @@ from ..files import (
 )
 from ..launching import memory
 from ..process import (
+    CODE,
     HELD_SECONDS,
     LAUNCHER,
     LOGS,
@@ -152,7 +153,7 @@ class Launch:
     gpus: int  # on each node; 0 for an accelerate config that trains on the CPU
     own: argparse.Namespace  # the launcher's own options, see _parser
     config: Config
-    code: str = ""  # the code_digest when this launcher began its imports; "" on one node
+    code: str = ""  # the code_digest when this launcher began its imports
     lowered_micro_batch_size: int = 0  # larger micro-batches did not fit in memory; 0: not lowered
 
     def among(self, others: Any) -> "Launch":
@@ -275,7 +276,7 @@ def parse(arguments: list[str]) -> Launch:
         gpus=0 if uses_cpu(vars(options)) else world_size // nodes,
         own=own,
         config=config,
-        code=code_digest(config.recipe) if nodes > 1 else "",
+        code=code_digest(config.recipe),
         lowered_micro_batch_size=memory.lowered_micro_batch(config, options),
     )
 
@@ -595,6 +596,7 @@ def run_module(
         environments = launch.environments(starts.count)
         starts.begin()
         is_forked = start_method()[0] == "fork"
+        os.environ[CODE] = launch.code if is_forked else ""
         settings = launch.config if is_forked else launch.arguments
         function = partial(call, module, settings, launcher_pid=os.getpid())
         codes = workers.run(

@@ -53,7 +53,7 @@ def with_next_micro_batch(launch: "Launch", failures: list[Failure]) -> "Launch"
 def with_lowered_micro_batch(
     launch: "Launch", here: "Launch", others: Any
 ) -> "tuple[Launch, Launch]":
-    """Return both launches with the smallest size that any node asks for.
+    """Return `launch` and `here` with the smallest size that any node asks for.
 
     Args:
         launch: the settings as they were given, which keep the size for later starts.
@@ -116,8 +116,8 @@ def report_memory_kill(
 
     Args:
         before: count_memory_kills() when the start began.
-        codes: exit codes by rank; if a smaller micro-batch may fit, the exit code of an error
-            replaces the code of the killed process.
+        codes: exit codes by rank; if a smaller micro-batch may fit, the killed process gets the
+            exit code that its note names: 1, or 2 if only the user may set the smaller size.
         failures: the failures of this start on this node; the new one is added.
         workers: the processes of this node.
         logs: the log folder.

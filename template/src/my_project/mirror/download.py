@@ -9,7 +9,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from accelerate import Accelerator
 
@@ -264,15 +264,24 @@ def fetch_next(given: str, is_wanted: Callable[[dict[str, str]], bool]) -> None:
                 return
 
 
-def send_evaluations(given: str, path: Path) -> None:
-    """Upload evaluations.jsonl to the run's mirror, after each new line; log a failure.
+def exchange_evaluations(given: str, file: IO[bytes]) -> None:
+    """Append to evaluations.jsonl what only the run's mirror has, then upload it; log a failure.
 
     Args:
         given: the URL of the run; nothing is done for a path.
-        path: the file.
+        file: the file, which is open for reading and appending.
     """
-    if "://" in given:
-        try:
-            Store(given).write(path.name, path)
-        except OSError as error:
-            logger.warning("%s is not in the mirror yet: %s", path.name, error)
+    if "://" not in given:
+        return
+    try:
+        store, theirs, name = Store(given), b"", "evaluations.jsonl"
+        with suppress(FileNotFoundError):
+            theirs = store.read(name)
+        file.seek(0)
+        own = {*file.read().splitlines(keepends=True)}
+        file.write(b"".join(line for line in theirs.splitlines(keepends=True) if line not in own))
+        file.seek(0)
+        if (content := file.read()) != theirs:
+            store.write(name, content)
+    except OSError as error:
+        logger.warning("%s does not have all of evaluations.jsonl yet: %s", given, error)

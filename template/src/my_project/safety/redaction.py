@@ -1,15 +1,16 @@
 """Keep secrets out of the files and the output of a run.
 
-A setting is a secret if its name ends in token, password, passwd, passphrase, secret or api key
-(also access, secret or private key), as in hub_token, --api-key, hftoken, secrets or token_1; other
-names do not count (token_count, secretary). The ending `tokens` counts only after a word such as
-access (access_tokens, not max_tokens). Special tokens of a tokenizer are not secrets: names such as
-eos_token, and values of a field ending in token that are in brackets (<image>, [INST]) or have
-fewer than 6 characters.
+A setting is a secret if its name ends in token, password, passwd, passphrase, secret, api key,
+access key, secret key or private key, as in hub_token, --api-key, hftoken, secrets or token_1.
+Other names do not count (token_count, secretary). The ending `tokens` counts only after a word such
+as access (access_tokens, not max_tokens). Special tokens of a tokenizer are not secrets: names such
+as eos_token, and values under a name ending in token or tokens that are in brackets (<image>,
+[INST]) or have fewer than 6 characters.
 
-Settings with secrets are refused. In text, secrets are masked, and so are values named credentials,
-pwd or authorization, and bearer tokens. A secret that does not follow such a name is found only if
-it is also the value of an environment variable with such a name, and has at least 8 characters.
+Settings with secrets are refused. In text, values with such names are masked, and so are values
+named credentials, pwd or authorization. Bearer tokens, private keys in PEM format and credentials
+in URLs need no name. Any other secret without a name is found only if it is also the value of an
+environment variable with a secret's name, and has at least 8 characters.
 """
 
 import dataclasses
@@ -40,6 +41,9 @@ NAMED = re.compile(  # name=value, 'name': 'value', --name value
     (?P<value>(?:(?:bearer|basic)\s+)?(?:(?<=")[^"]*|(?<=')[^']*|[^\s"',;&)}\]]+))""",
     re.IGNORECASE | re.VERBOSE,
 )
+PRIVATE_KEY = re.compile(r"(?s)(-----BEGIN [\w ]*PRIVATE KEY-----)(.*?)(?=-----END )")
+# A line of such a key, after the sign of a patch and the indentation.
+KEY_LINE = re.compile(r"(?m)^(?>([ +-]?[ \t]*))\S.*$")
 NAME = re.compile(r"""(?<![\w.-])[\w.-]+(?=["']?\s*[=:])""")
 BEARER = re.compile(r"(?<=\bbearer )(?=\S*\d)[\w.~+/=-]{8,}", re.IGNORECASE)
 # Credentials in a URL, up to the last @, since a password may have any character; not host:port/.
@@ -70,17 +74,22 @@ def mask(text: str) -> str:
 
 
 def mask_unnamed(text: str) -> str:
-    """Mask secrets found without a name: known values, bearer tokens, credentials in URLs."""
+    """Mask known values, private keys, bearer tokens and credentials in URLs."""
     for value in sorted(_known_secrets(), key=len, reverse=True):
         text = text.replace(value, MASK)
-    return IN_URL.sub(MASK, BEARER.sub(MASK, text))
+    return IN_URL.sub(MASK, BEARER.sub(MASK, mask_private_keys(text)))
+
+
+def mask_private_keys(text: str) -> str:
+    """Mask private keys in PEM format, line by line, also in a patch."""
+    return PRIVATE_KEY.sub(lambda key: key[1] + KEY_LINE.sub(rf"\1{MASK}", key[2]), text)
 
 
 def mask_command(arguments: Iterable[str]) -> list[str]:
     """Mask secrets in the arguments of a command.
 
-    The argument after a secret option is always masked; an argument that contains a secret's name,
-    such as YAML, is masked as a whole.
+    The argument after a secret option is always masked. An argument with a secret's name before
+    a colon or an equals sign, as in YAML, is masked as a whole; only its own option stays.
     """
     masked = []
     is_next = False
@@ -118,18 +127,18 @@ class MaskedFormatter(logging.Formatter):
 def secrets_in(settings: Any, name: str = "", secret: str = "") -> Iterator[str]:
     """Yield the dotted names of the settings that contain a secret.
 
-    Secrets are strings and bytes under a secret's name (and numbers, unless the name ends in
-    token), also inside lists, sets, groups and dictionaries. Strings that contain credentials in a
-    URL, or the value of a secret environment variable, are secrets too. Other text may contain the
-    names of secrets, as a prompt does ("Password: ...").
+    Secrets are strings and bytes under a secret's name (and numbers, unless the name ends in token
+    or tokens), also inside lists, sets, groups and dictionaries. Strings that mask_unnamed changes
+    are secrets too. Other text may contain a secret's name, as a prompt does ("Password: ...").
 
     Args:
         settings: a dataclass, or the value of a setting.
         name: the dotted name of the setting.
-        secret: the name of the innermost secret that the setting is part of; "" if there is none.
+        secret: the name of the innermost group around the setting that is named like a secret; ""
+            if there is none.
     """
     secret = name if is_secret(name) else secret
-    is_token = _snake_case(secret).endswith(("token", "tokens", "secrets"))
+    is_token = _snake_case(secret).endswith(("token", "tokens"))
     if dataclasses.is_dataclass(settings):
         settings = {f.name: getattr(settings, f.name) for f in dataclasses.fields(settings)}
     if isinstance(settings, dict):

@@ -2,8 +2,9 @@
 
 `python -m` puts the current folder first on sys.path; it may be an untrusted run folder. So
 __main__.py calls this module before any other import, and this module imports only modules that
-Python has already imported. It cannot protect the imports of `python -m` itself (such as
-contextlib.py or the package's name): `python -P -m` leaves the current folder out from the start.
+Python has already imported. The imports of `python -m` itself come earlier, and may find a file
+such as contextlib.py, or a folder with the package's name, in the current folder: `python -P -m`
+leaves that folder out from the start.
 """
 
 import os
@@ -19,22 +20,24 @@ def run_folder(folder: str) -> str:
     parent = os.path.dirname(folder)
     if os.path.basename(parent) == "checkpoints":
         parent = os.path.dirname(parent)
-    return parent if os.path.isfile(os.path.join(parent, "config.yaml")) else folder
+    is_run = os.path.isfile(os.path.join(parent, "config.yaml"))
+    # a project may have a config.yaml of its own
+    return parent if is_run and not is_inside(__file__, parent) else folder
 
 
 def is_inside(path: str, folder: str) -> bool:
-    """Return whether a path is the folder or in it, with links resolved."""
+    """Return whether a path, once its links are resolved, is a folder without links or in it."""
     return os.path.join(os.path.realpath(path), "").startswith(os.path.join(folder, ""))
 
 
 def leave_out_untrusted(command: str, arguments: list[str]) -> None:
     """Remove untrusted folders from sys.path, before a command of this package runs.
 
-    A command on the user's own config imports its recipe, from the current folder too. A command on
-    weights never imports from a folder of weights. It imports from the current folder only if that
-    folder contains this package, so is the user's project, or if code is trusted by name (the
-    folder is then last on the path). All other commands import only this package and installed
-    code.
+    A command on the user's own config imports the recipe, also from the current folder. All other
+    commands remove the current folder, and the run folders that their arguments name, but no
+    environment in them. There are two exceptions, both for the commands on weights: the current
+    folder stays if it contains this package, since it is then the user's project; with --trust, it
+    becomes the last on the path.
     """
     if command in ON_OWN_CONFIG:
         return

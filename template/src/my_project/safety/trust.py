@@ -1,7 +1,7 @@
 """Read the config.yaml beside untrusted weights without importing classes that are not trusted.
 
 Weights are data, but the config.yaml beside them names classes, and importing a class runs code. So
-commands.py reads only the recipe and a few numbers from the file, and jsonargparse imports only:
+only the recipe and a few plain settings are read from the file, and jsonargparse imports only:
 
 - the recipe's class and other dataclasses, if this package defines them, and what the recipe's
   module defines;
@@ -58,25 +58,30 @@ def read_config(path: Path, trusted: Iterable[str] = (), given: Path | None = No
     name = recipe.get("class_path")
     is_class = isinstance(name, str) and _is_dotted(name)
     if not (is_class and isinstance(recipe.get("init_args"), (dict, NoneType))):
-        raise ConfigError(f"{path}: recipe is not a class_path, module.Class, with init_args.")
+        raise ConfigError(
+            f"{path}: recipe must have a class_path such as module.Class; init_args is a group."
+        )
     weights = run_folder(str(given or path.parent))
     trusted = {*trusted, *_named_in_configs(weights)}
     for dotted in {name, *trusted.intersection(_strings(recipe))}:
-        if any(is_inside(str(Path(entry, *dotted.split("."))), weights) for entry in sys.path):
+        if any(is_inside(str(file), weights) for file in _files_of(dotted)):
             raise ConfigError(
                 f"{path} names {dotted}, which is in {weights}: code beside weights is never"
                 " imported. If you trust the code, copy it into your project."
             )
-    allowed: dict[str, Any] = {}
+    allowed, failed = dict[str, Any](), dict[str, str]()
     for dotted in filter(_is_dotted, _strings(recipe)):
         if dotted in trusted or dotted.startswith(f"{PACKAGE}."):
-            with suppress(ImportError, AttributeError, ValueError):  # not a class, or misspelled
+            try:
                 resolved: Any = pkgutil.resolve_name(dotted)
                 definition = f"{resolved.__module__}.{resolved.__qualname__}"
                 if dotted in trusted or is_dataclass(resolved):
                     allowed |= {dotted: resolved, definition: resolved}
+            except Exception as error:  # not a class, misspelled, or its module raises an error
+                failed[dotted] = f" ({type(error).__name__}: {error})"
     if name in trusted and not is_dataclass(allowed.get(name)):
-        raise ConfigError(f"{path} names {name}, which cannot be imported, or is not a dataclass.")
+        problem = f"cannot be imported, or is not a dataclass{failed.get(name, '')}"
+        raise ConfigError(f"{path} names {name}, which {problem}.")
     if name in allowed:
         allowed[name.rpartition(".")[0]] = None
     try:
@@ -111,7 +116,10 @@ def _importing_only(paths: Iterable[str]) -> Iterator[None]:
 
 
 def _refused_path(error: BaseException | None) -> str | None:
-    """Return the path that jsonargparse refused to import; the class of its error is private."""
+    """Return the class path that jsonargparse refused to import; None for another error.
+
+    It is read from the message, since the class of the error is private.
+    """
     while error:
         if match := re.search(r"Importing '([\w.]+)' is not allowed", str(error)):
             return match[1]
@@ -122,6 +130,14 @@ def _refused_path(error: BaseException | None) -> str | None:
 def _is_dotted(name: str) -> bool:
     parts = name.split(".")
     return len(parts) > 1 and all(part.isidentifier() for part in parts)
+
+
+def _files_of(dotted: str) -> Iterator[Path]:
+    """Yield the files and folders from which Python may import a class path."""
+    for folder in map(Path, sys.path):
+        for part in dotted.split("."):
+            yield from (path for path in folder.glob(f"{part}*") if path.name.split(".")[0] == part)
+            folder /= part
 
 
 def _named_in_configs(weights: str) -> Iterator[str]:
