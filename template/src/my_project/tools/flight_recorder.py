@@ -47,10 +47,11 @@ class Finding:
     missing: list[int]  # the ranks that have not called the collective
 
     @property
-    def fewest(self) -> list[int]:
-        """Return the ranks that made the rarest call; [] if all calls are equally frequent."""
-        by_count = sorted(self.calls.values(), key=len)
-        return by_count[0] if len(by_count[0]) < len(by_count[-1]) else []
+    def differing(self) -> list[int]:
+        """Return the ranks without the most frequent call; [] if two calls are as frequent."""
+        *others, most = sorted(self.calls.values(), key=len)
+        is_tie = len(most) in map(len, others)
+        return [] if is_tie else sorted(rank for ranks in others for rank in ranks)
 
 
 def read(folder: Path, since: float) -> Dumps:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from ..failures import Failure, exit_with_error
-from ..files import ConfigError, Json, read_yaml
+from ..files import ConfigError, Json, is_number, read_yaml
 from ..run_files import (
     RUN_FORMAT,
     Record,
@@ -155,9 +155,9 @@ def read_records(run: str | Path) -> list[dict[str, Json]]:
     return [record.to_json() for record in read_run(Path(run)).intact_records()]
 
 
-def valid_time(seconds: float) -> float:
+def valid_time(seconds: Any) -> float:
     """Return a time in seconds since 1970; 0 if it is not a possible time."""
-    return seconds if 0 < seconds < 1e11 else 0.0
+    return seconds if is_number(seconds) and 0 < seconds < 1e11 else 0.0
 
 
 def is_run(folder: Path) -> bool:
