@@ -391,7 +391,7 @@ def test_all_hosts_of_ranks_that_ended_together_are_named(tmp_path, monkeypatch)
 
 
 def test_a_file_that_is_removed_while_the_doctor_reads_is_left_out(tmp_path, monkeypatch):
-    run, logs = launched(tmp_path, monkeypatch, HERE)
+    run, _ = launched(tmp_path, monkeypatch, HERE)
     real = Path.iterdir
     monkeypatch.setattr(Path, "iterdir", lambda self: [*real(self), self / ".launcher.json.7"])
     assert diagnose(run.folder)["cause"] == "interrupted"
