@@ -268,9 +268,9 @@ def judge(by_rank: list[dict[str, Any]]) -> dict[str, set[str]]:
     for rank, own in enumerate(by_rank):
         if wrong := own["wrong_values"]:
             text = (
-                f"rank {rank} ({own['host']}) got {wrong} wrong value{'s' * (wrong > 1)} in a product"
-                " or an all-reduce, so its memory, network link or driver is faulty: remove that"
-                " node."
+                f"rank {rank} ({own['host']}) got {wrong} wrong value{'s' * (wrong > 1)} in a"
+                " product or an all-reduce, so its memory, network link or driver is faulty: remove"
+                " that node."
             )
             problems[text] = {own["host"]}
     # a wrong value of one node reaches every rank, so it does not show which node is faulty
