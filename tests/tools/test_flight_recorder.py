@@ -90,6 +90,8 @@ HALF = {"input_dtypes": ["Half"], "output_dtypes": ["Half"]}
         ([[done(1), entry(2)], [done(1), entry(2)]], ("incomplete", 2)),
         ([[done(1), TIMED_OUT], [done(1), TIMED_OUT]], ("incomplete", 2)),
         ([[done(1)], [done(1), done(2)]], None),
+        # a time that no float represents
+        ([[done(1), entry(2, time_created_ns=10**400)], [done(1)]], None),
     ],
 )  # fmt: skip
 def test_the_first_collective_in_which_ranks_differ_is_found(tmp_path, ranks, wanted):
