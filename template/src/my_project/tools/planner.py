@@ -237,14 +237,8 @@ def plan(
             if (limit := limits.get(key, math.inf)) == 0:
                 continue
             where = config_name(kind, nodes, gpus)
-            step, limit = fastest_that_fits(
-                take,
-                (where, nodes, gpus),
-                global_batch,
-                limit,
-                free_bytes,
-                partial(accepts, kind),
-            )
+            place, may_use = (where, nodes, gpus), partial(accepts, kind)
+            step, limit = fastest_that_fits(take, place, global_batch, limit, free_bytes, may_use)
             if not step:
                 continue
             fits = step.peak_bytes <= free_bytes

@@ -169,10 +169,11 @@ class Simulator:
         is_ddp = kind == "DDP" and layout.world_size > 1
         if is_ddp and static_graph and layout.accumulation > 1:
             return False
-        data, size, parts = self.data[1], layout.global_batch_size, layout.micro_batches
-        if is_stream(data):
-            return size % data.lanes == data.lanes % parts == 0  # of a stream
-        return True
+        lanes = 0
+        if is_stream(data := self.data[1]):
+            lanes = data.lanes  # of a stream
+        size, parts = layout.global_batch_size, layout.micro_batches
+        return not lanes or size % lanes == lanes % parts == 0
 
     def step(
         self,
