@@ -139,7 +139,7 @@ class Exit(NamedTuple):
 
     code: int  # negative: the signal
     by_launcher: bool  # the launcher killed it, since it did not end after another rank had failed
-    restarts: int  # in place, before the start in which it ended
+    restarts: int  # the number of restarts in place before it ended
     says: str
 
 
@@ -150,8 +150,8 @@ class Start:
     run: Run
     launch: str = ""  # its name in run.json; "" if it has not opened the run folder
     is_unopened: bool = False  # it has not opened the run folder: it is starting, or has failed
-    # the time when it opened the run folder, or when an unopened start had not begun yet, in
-    # seconds since 1970; 0: not known
+    # in seconds since 1970; 0: not known. A start that has not opened the run folder began later
+    # than this, any other start earlier
     began: float = 0.0
     failures: list[Failure] = field(default_factory=list)  # sorted by time
     hosts: dict[int, str] = field(default_factory=dict)  # by rank, as far as known
@@ -205,7 +205,7 @@ def newest_start(run: Run, locked: bool | None) -> Start:
         if is_later:  # a later launch found a finished run, or was killed immediately: left out
             start = Start(run=run)
         start.launch, start.began = launch, opened
-        # restarts in place write into the same folder
+        # restarts in place write into the same folder; launchers write only when a start ends
         restarts = launch.rpartition(".")[2]
         if restarts.isdecimal():
             exits = start.exits.items()
@@ -445,10 +445,11 @@ def _with_dumps(start: Start, cause: dict[str, Any]) -> dict[str, Any]:
 
 def _of_rank(start: Start, rank: int | None) -> dict[str, Any]:
     """Return the fields of a cause that depend on the rank at fault; None: no single rank."""
-    report = next((failure for failure in start.failures if failure.rank == rank), None)
-    fields = ("host", "step", "time", "at")
-    values: dict[str, Any] = {name: getattr(report, name, None) for name in fields}
-    return values | {"rank": rank, "says": str(report.source) if report else None}
+    values = {"rank": rank, "host": None if rank is None else start.hosts.get(rank)}
+    for report in (failure for failure in start.failures if failure.rank == rank):
+        values |= {"step": report.step, "time": report.time, "at": report.at}
+        values["says"] = str(report.source)
+    return values
 
 
 def _without_report(start: Start) -> dict[str, Any]:
