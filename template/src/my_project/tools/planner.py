@@ -4,12 +4,12 @@
         --nodes 4 --gpus-per-node 8 --gpu-memory-gb 80
 
 It prints a row for DDP, HSDP and FSDP2, on the whole cluster and on fewer GPUs with the same global
-batch. It says which config to use, and whether more GPUs would help. The cluster need not
-exist. Memory, traffic and FLOPs are those of simulated steps (simulate.py): one process takes a
-step of rank 0 on fake tensors, with the sharding or DDP of the accelerate config. The step time is
-computed from them. The speed of a GPU comes from --samples-per-second, measured on one GPU, or else
-from --gpu-tflops and --mfu; the bandwidths come from preflight.py (--measured runs/preflight.json)
-or from options.
+batch. It says which config to use, and whether more GPUs would help. The cluster need not exist.
+Memory, traffic and FLOPs are those of simulated steps (simulate.py): one process takes a step of
+rank 0 on fake tensors, with the sharding or DDP of the accelerate config. The step time is computed
+from them. The speed of a GPU comes from --samples-per-second, measured on one GPU, or else from
+--gpu-tflops and --mfu; the bandwidths come from preflight.py (--measured runs/preflight.json) or
+from options.
 
 With --simulate it prints one simulated step: the memory of a GPU by kind, and every collective.
 

@@ -81,8 +81,8 @@ def checking(name: str) -> Iterator[None]:
 
     def give_up() -> None:
         print(
-            f"error: the check '{name}' of the preflight took longer than {seconds:.0f} s on"
-            f" {process_name()}: another rank exited, or the ranks cannot reach each other. Open"
+            f"error: the preflight check '{name}' on {process_name()} took longer than"
+            f" {seconds:.0f} s: another rank exited, or the ranks cannot reach each other. Open"
             " all ports between the nodes, or see launch/network.sh.",
             file=sys.stderr,
             flush=True,
