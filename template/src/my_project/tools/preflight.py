@@ -391,7 +391,7 @@ def report(by_rank: list[dict[str, Any]], size: int, config: Config) -> int:
         if bandwidths[key]:
             print(f"all-reduce of {size / MB:g} MB {name}: {bandwidths[key] / 1e9:.3g} GB/s")
     if links:
-        print(f"{len(links)} pair(s) of nodes, the slowest: {min(links.values()) / 1e9:.3g} GB/s")
+        print(f"pairs of nodes: {len(links)}, the slowest: {min(links.values()) / 1e9:.3g} GB/s")
     for problem in problems:
         print(f"error: {problem}", file=sys.stderr)
     print(f"preflight {'failed' if problems else 'passed'}", flush=True)
