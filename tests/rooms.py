@@ -190,7 +190,7 @@ ROOMS = (
             "checks/agreement.py": 3,
             "checks/data.py": 4,
             "checks/recipe.py": 3,
-            "tools/simulate.py": 3,
+            "tools/simulate.py": 5,
         },
         most=40,
     ),

@@ -532,7 +532,7 @@ def test_preflight_passes_on_two_hosts_and_then_the_run_starts(hosts):
     for word in ("host0", "host1", "0 to 1", "2 to 3", "GB/s"):
         assert word in shown.split("preflight passed")[0]
     assert "all-reduce of 16 MB over all nodes" in shown
-    assert "1 pair(s) of nodes" in shown
+    assert "pairs of nodes: 1, the slowest" in shown
     assert hosts.status()["outcome"] == "finished"
 
 

@@ -14,9 +14,10 @@ import pytest
 from my_project import failures, run_folder
 from my_project.config import Config, ConfigError
 from my_project.files import read_json, writing
+from my_project.process import START
 from my_project.run_files import Record
 from my_project.run_folder import Run
-from my_project.tools import doctor
+from my_project.tools import doctor, reader
 from my_project.tools.doctor import diagnose
 from my_project.tools.report.report import write_report
 from my_project.tools.runs import list_runs
@@ -146,6 +147,12 @@ def test_ranks_that_lost_contact_point_to_those_that_do_not_report(
     assert (found["first"]["rank"], found["first"]["host"]) == (rank, host)
 
 
+def test_a_host_that_is_not_known_is_not_named(tmp_path, monkeypatch, capsys):
+    run = begin(tmp_path, monkeypatch, ("gpu-a", ""))
+    fail(run, monkeypatch, 0, LOST)
+    assert "host" not in text_of(run.folder, capsys).split("first")[1].split(":")[0]
+
+
 @pytest.mark.parametrize(
     ("hosts", "stale"),
     [
@@ -200,7 +207,7 @@ def test_the_newest_of_several_failures_is_told(tmp_path, monkeypatch):
     [
         (0, {}, [], ["workers", "micro_batch_size"]),
         (3, {}, ["fewer batches.workers (now 3)"], ["micro_batch_size"]),
-        (None, {}, ["fewer batches.workers (now one fewer than the CPUs)"], []),
+        (None, {}, ["workers (now one fewer than the CPUs, at most 8)"], []),
         (0, {"ACCELERATE_USE_CPU": "True"}, ["a smaller --batches.micro_batch_size (now 4)"], []),
         (0, {"CUDA_VISIBLE_DEVICES": "-1,-1"}, ["a smaller --batches.micro_batch_size"], []),
     ],
@@ -336,6 +343,71 @@ def test_a_run_that_was_told_to_stop_and_killed_before_it_saved_is_told(tmp_path
     assert "it was told to stop (SIGTERM)" in found["known"][0]
 
 
+def launched(folder: Path, monkeypatch, *hosts: str, start: str = "abc.0") -> tuple[Run, Path]:
+    """Open a run, as rank 0 does in a start of a launcher; return it and the log folder."""
+    monkeypatch.setenv(START, start)
+    run = begin(folder, monkeypatch, hosts)
+    logs = run.folder / "logs/node_0" / time.strftime("%Y%m%dT%H%M%S_7", time.gmtime())
+    logs.mkdir(parents=True)
+    return run, logs
+
+
+def end_logs(logs: Path, **ended: Any) -> None:
+    (logs / "launcher.json").write_text(json.dumps({"time": time.time()} | ended))
+
+
+@pytest.mark.parametrize(("restarts", "cause"), [(0, "interrupted"), (1, "killed")])
+def test_what_ended_an_earlier_start_of_the_launch_is_not_blamed(
+    tmp_path, monkeypatch, restarts, cause
+):
+    run, logs = launched(tmp_path, monkeypatch, HERE, HERE, start="abc.1")
+    end_logs(logs, exit_codes={"1": -9}, killed=[], restarts=restarts)
+    found = diagnose(run.folder)
+    assert found["cause"] == cause, "the restart was killed with its launcher"
+
+
+@pytest.mark.parametrize("is_earlier", [True, False])
+def test_a_signal_to_an_earlier_start_of_the_launch_is_not_told(tmp_path, monkeypatch, is_earlier):
+    run, logs = launched(tmp_path, monkeypatch, HERE, start="abc.1")
+    line = {"event": "start", "id": "abc.1", "time": time.time()}
+    (run.folder / "starts.jsonl").write_text(json.dumps(line) + "\n")
+    note = {"signal": "SIGUSR1", "time": line["time"] + (-9 if is_earlier else 9)}
+    (logs / "signal_rank_00000.json").write_text(json.dumps(note))
+    assert diagnose(run.folder)["cause"] == ("interrupted" if is_earlier else "stopped")
+
+
+def test_a_rank_that_only_its_launcher_reports_is_told(tmp_path, monkeypatch):
+    run, logs = launched(tmp_path, monkeypatch, HERE)
+    (run.folder / "run.json").unlink()
+    end_logs(logs, exit_codes={"3": 7}, killed=[], restarts=0)
+    found = diagnose(run.folder)
+    assert (found["cause"], found["first"]["rank"]) == ("exited", 3)
+
+
+def test_all_hosts_of_ranks_that_ended_together_are_named(tmp_path, monkeypatch):
+    run, logs = launched(tmp_path, monkeypatch, "gpu-a", "gpu-b", "gpu-c")
+    end_logs(logs, exit_codes={"1": -9, "2": -9}, killed=[], restarts=0)
+    assert diagnose(run.folder)["first"]["host"] == "gpu-b, gpu-c"
+
+
+def test_a_file_that_is_removed_while_the_doctor_reads_is_left_out(tmp_path, monkeypatch):
+    run, _ = launched(tmp_path, monkeypatch, HERE)
+    real = Path.iterdir
+    monkeypatch.setattr(Path, "iterdir", lambda self: [*real(self), self / ".launcher.json.7"])
+    assert diagnose(run.folder)["cause"] == "interrupted"
+
+
+@pytest.mark.parametrize("limit", ["null", "soon"])
+def test_a_damaged_time_limit_does_not_end_the_doctor(tmp_path, monkeypatch, limit):
+    run = begin(tmp_path, monkeypatch)
+    path = run.folder / "config.yaml"
+    path.write_text(re.sub("( timeout_seconds:).*", rf"\1 {limit}", path.read_text()))
+    for module in (doctor, reader):
+        monkeypatch.setattr(module, "is_locked", lambda folder: True)
+    found = diagnose(run.folder, time.time() + 3600)
+    assert (found["outcome"], "after 600 s" in found["happened"]) == ("running", True)
+
+
 # ---- damage, secrets -----------------------------------------------------------------------------
 MISSED = [("metrics.jsonl", "empty"), ("metrics.jsonl", "missing"), ("errors", "missing")]
 
@@ -443,6 +515,10 @@ def test_a_failure_is_told_also_after_a_start_that_has_left_nothing(raised, tmp_
     (folder / f"logs/node_0/{stamp}_8/launcher.json").write_text("{}")
     found = diagnose(folder)
     assert (found["cause"], found["first"]["rank"]) == ("exception", 1)
+    assert found["earlier_failures"] == 0
+    end_logs(folder / f"logs/node_0/{stamp}_8", exit_codes={"0": 7})
+    found = diagnose(folder)
+    assert (found["cause"], found["earlier_failures"]) == ("exited", 1)
 
 
 # ---- through the real launcher -------------------------------------------------------------------

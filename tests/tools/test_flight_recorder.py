@@ -3,6 +3,7 @@
 import json
 import os
 import pickle
+import socket
 import time
 from pathlib import Path
 from typing import Any
@@ -89,6 +90,8 @@ HALF = {"input_dtypes": ["Half"], "output_dtypes": ["Half"]}
         ([[done(1), entry(2)], [done(1), entry(2)]], ("incomplete", 2)),
         ([[done(1), TIMED_OUT], [done(1), TIMED_OUT]], ("incomplete", 2)),
         ([[done(1)], [done(1), done(2)]], None),
+        # a time that no float represents
+        ([[done(1), entry(2, time_created_ns=10**400)], [done(1)]], None),
     ],
 )  # fmt: skip
 def test_the_first_collective_in_which_ranks_differ_is_found(tmp_path, ranks, wanted):
@@ -103,6 +106,7 @@ def test_who_called_what_and_who_did_not_is_named(tmp_path):
         "all_reduce of Float [1024]": [0, 2, 3],
         "_all_gather_base of Float [16] to Float [64]": [1],
     }
+    assert found.differing == [1]
     found = find(tmp_path, one, one[:1], one, [])
     assert (found.kind, found.number, found.missing) == ("missing", 2, [1, 3])
 
@@ -175,6 +179,23 @@ def test_what_the_dumps_show_decides_the_cause_of_a_hang(
         dump(run.folder, rank, entries, len(causes))
     found = diagnose(run.folder)
     assert (found["cause"], found["certainty"], found["first"]["rank"]) == wanted
+
+
+def test_of_several_calls_all_but_the_most_frequent_differ(tmp_path):
+    one, two, three = ([entry(1, name)] for name in ("all_reduce", "barrier", "broadcast"))
+    assert find(tmp_path, one, two, one, three).differing == [1, 3]
+    assert find(tmp_path, one, two, three, one, two).differing == []
+
+
+def test_a_rank_that_the_dumps_blame_is_told_with_its_own_host_and_file(tmp_path, monkeypatch):
+    run = hang(tmp_path, monkeypatch, "waiting", "waiting", "waiting", last_in="sharding.py")
+    for path in (run.folder / "errors").glob("*_rank_00002_*.json"):
+        path.write_text(path.read_text().replace(socket.gethostname(), "gpu-b"))
+    for rank, entries in enumerate([[entry(1)], [entry(1)], [entry(1, "barrier")]]):
+        dump(run.folder, rank, entries, 3)
+    first = diagnose(run.folder)["first"]
+    assert (first["rank"], first["host"]) == (2, "gpu-b")
+    assert "_rank_00002_" in first["says"]
 
 
 class Bomb:

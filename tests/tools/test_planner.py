@@ -70,12 +70,12 @@ def test_the_largest_micro_batch_fits_and_the_next_does_not():
         return steps_of(10**9)(*words)
 
     where = ("multi_node", 4, 8)
-    step, limit = planner.largest_that_fits(take, where, 2048, math.inf, 78e9)
+    step, limit = planner.fastest_that_fits(take, where, 2048, math.inf, 78e9)
     assert limit == 62
     assert (step.micro_batch, step.accumulation) == (32, 2)
     assert tried == [64, 32], "16 GB of state and 64 of activations leave no more than 62"
     tried.clear()
-    step, _ = planner.largest_that_fits(take, where, 2048, math.inf, 13e9)
+    step, _ = planner.fastest_that_fits(take, where, 2048, math.inf, 13e9)
     assert step.peak_bytes > 13e9
     assert tried == [64, 1], "since the state alone is larger"
 
@@ -90,13 +90,25 @@ def test_the_largest_micro_batch_fits_and_the_next_does_not():
         # sharded only when it has to be
         (30 * 10**9, 100, 40, 256, "accelerate_configs/multi_node_hsdp.yaml"),
         (60 * 10**9, 100, 40, 32, "accelerate_configs/multi_node_fsdp2.yaml"),
-        (10**12, 100, 40, 32, "No config fits"),
+        (10**12, 100, 40, 32, "None of these fits"),
     ],
 )
 def test_what_is_chosen_for_a_model_and_a_network(parameters, speed, network, batch, choice):
     given = cluster(over_nodes_gb_per_second=network, latency_us=20, samples_per_second=speed)
     rows = planner.plan(steps_of(parameters), given, batch)
     assert planner.advice(rows)[0].removeprefix("Choose ").startswith(choice)
+
+
+def test_only_layouts_that_training_accepts_are_planned():
+    def is_for_lanes(kind: str, layout: Any) -> bool:
+        return 48 % layout.micro_batches == 0
+
+    rows = planner.plan(steps_of(10**5), cluster(), 96, accepts=is_for_lanes)
+    for row in rows:
+        number = -(-96 // row["micro_batch"])
+        assert 48 % number == 0, row
+    assert {row["nodes"] * row["gpus_per_node"] for row in rows} == {1, 2, 4, 8, 16, 32}
+    assert planner.plan(steps_of(10**5), cluster(), 96, accepts=lambda kind, layout: False) == []
 
 
 def test_gpus_that_do_not_divide_the_batch_are_planned_with_what_idles():
@@ -149,6 +161,30 @@ def test_the_command_predicts_each_config_from_its_simulated_step(tmp_path, caps
     (tmp_path / "preflight.json").write_text(json.dumps(measured))
     slow = plan(capsys, [*words, "--measured", str(tmp_path / "preflight.json")])
     assert slow[2]["seconds"] > 10 * rows[2]["seconds"]
+
+
+@pytest.mark.parametrize(
+    "words",
+    [("--nodes", "0"), ("--gpus-per-node", "-1"), ("--mfu", "0"), ("--gpu-tflops", "nan")],
+)
+def test_numbers_that_are_not_positive_are_refused(words, capsys):
+    with pytest.raises(SystemExit):
+        planner.parser().parse_args(["--config", "a.yaml", *words])
+    assert f"{words[0]}: {words[1]} must be greater than 0" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("content", [None, "", "[1]", '{"in_node_bytes_per_second": "fast"}'])
+def test_a_damaged_file_of_bandwidths_is_refused(tmp_path, capsys, monkeypatch, content):
+    monkeypatch.chdir(PROJECT)
+    path = tmp_path / "preflight.json"
+    if content is not None:
+        path.write_text(content)
+    with pytest.raises(ConfigError, match=r"is not a preflight\.json"):
+        plan(capsys, arguments(tmp_path, "--measured", str(path)))
+
+
+def test_a_long_interval_between_saves_is_printed_as_a_number():
+    assert "every_minutes 990 loses" in planner.failure_advice(1, cluster(save_seconds=60.0))
 
 
 def test_the_interval_between_saves_is_the_one_with_the_highest_goodput():

@@ -4,6 +4,7 @@ import contextlib
 import io
 import json
 import os
+import re
 import sys
 import time
 from functools import partial
@@ -11,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from my_project.config import ConfigError
 from my_project.process import note_blamed
 from my_project.tools import preflight
 from runs import change, make_config, quick
@@ -76,8 +78,8 @@ def test_with_a_mirror_the_run_folder_need_not_be_shared(tmp_path):
 
 
 FAULTS = [
-    ("sum", "1 values of a product or an all-reduce are wrong on rank 1"),
-    ("product", "1 values of a product or an all-reduce are wrong on rank 1"),
+    ("sum", r"rank 1 \(.+\) got 1 wrong value in a product or an all-reduce"),
+    ("product", r"rank 1 \(.+\) got 1 wrong value in a product or an all-reduce"),
     ("version", "torchmetrics differs: 1 on"),
 ]
 
@@ -86,8 +88,8 @@ FAULTS = [
 def test_what_is_wrong_on_one_process_is_named(tmp_path, fault, sentence):
     (code, _, said), (other_code, *_) = run_world(2, check, tmp_path, fault)
     assert (code, other_code) == (1, 1)
-    assert sentence in said
-    assert "wrong on rank 0" not in said
+    assert re.search(sentence, said)
+    assert "rank 0 (" not in said
     assert "torch differs" not in said
     assert ("code differs" in said) == (fault == "version")
     assert not (tmp_path / "preflight.json").exists()
@@ -106,15 +108,15 @@ def test_a_slow_link_is_named_and_no_other_link_of_its_nodes():
     late[1][0] = late[2][0] = 4.0
     speeds = preflight.link_speeds(late, 8)
     assert speeds == {(0, 1): 8, (0, 2): 8, (0, 3): 8, (1, 2): 2, (1, 3): 8, (2, 3): 8}
-    (said,) = preflight.slow({str(pair): speed for pair, speed in speeds.items()}, 0.5)
-    assert said.startswith("(1, 2): 2 per second, but the median is 8")
+    (said,) = preflight.slow({str(pair): speed for pair, speed in speeds.items()}, 0.5, "B/s")
+    assert said.startswith("(1, 2): 2B/s, but the median is 8B/s")
 
 
 def process(**found: Any) -> dict[str, Any]:
     """Return what a process of a good node measures, with changes."""
     return {
         "host": "a", "agree": {"gpu": "H100"}, "wrong_values": 0, "folder_problem": "",
-        "clock": 0.0, "flops": 7e14,
+        "wrong_over_nodes": 0, "clock": 0.0, "flops": 7e14,
     } | found  # fmt: skip
 
 
@@ -122,15 +124,53 @@ def process(**found: Any) -> dict[str, Any]:
     ("found", "sentence"),
     [
         ({"clock": -6.0}, "the clock of b is 6.0 s behind"),
-        ({"flops": 5e14}, "rank 2 (b): 500T per second, but the median is 700T"),
+        ({"flops": 5e14}, "rank 2 (b): 500TFLOP/s, but the median is 700TFLOP/s"),
         ({"folder_problem": "not shared"}, "not shared"),
         ({"pinned_bytes": 65536}, "b limits pinned memory, which InfiniBand needs"),
     ],
 )
 def test_what_is_wrong_with_a_node_is_named(found, sentence):
-    assert preflight.judge([process(), process(pinned_bytes=-1), process()]) == []
-    (problem,) = preflight.judge([process(), process(), process(host="b", **found)])
+    assert preflight.judge([process(), process(pinned_bytes=-1), process()]) == {}
+    ((problem, hosts),) = preflight.judge(
+        [process(), process(), process(host="b", **found)]
+    ).items()
     assert sentence in problem
+    assert hosts == {"b"}
+
+
+def test_a_wrong_sum_over_all_nodes_blames_no_host_since_it_reaches_every_rank():
+    by_rank = [process(host=host, wrong_over_nodes=1) for host in "abc"]
+    ((problem, hosts),) = preflight.judge(by_rank).items()
+    assert "over all nodes gave 1 wrong value," in problem
+    assert hosts == preflight.blamed(by_rank, {}) == set()
+    by_rank[1]["wrong_values"] = 1
+    ((problem, hosts),) = preflight.judge(by_rank).items()
+    assert "rank 1 (b) got 1 wrong value in" in problem
+    assert hosts == preflight.blamed(by_rank, {}) == {"b"}
+
+
+def test_only_the_hosts_that_have_a_problem_fail(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(preflight, "nodes", lambda: [range(rank, rank + 1) for rank in range(3)])
+    common = {"cpus": 1, "seconds": [1.0, 1.0], "in_node": 0.0, "over_nodes": 0.0}
+    by_rank = [process(host=host, **common) for host in ("gpu-1", "gpu-10", "gpu-11")]
+    by_rank[1]["agree"] = {"gpu": "A100"}
+    assert preflight.report(by_rank, 8, make_config(tmp_path)) == 1
+    lines = capsys.readouterr().out.splitlines()
+    verdicts = {line.split()[0]: line.split()[-1] for line in lines if "gpu-" in line}
+    assert verdicts == {"gpu-1": "passed", "gpu-10": "failed", "gpu-11": "passed"}
+
+
+def check_in_a_file(folder) -> str:
+    (folder / "runs").write_text("not a folder")
+    try:
+        return str(preflight.main(make_config(folder / "runs")))
+    except ConfigError as error:
+        return str(error)
+
+
+def test_a_runs_folder_that_cannot_be_written_to_is_told_on_every_rank(tmp_path):
+    for said in run_world(2, check_in_a_file, tmp_path):
+        assert "runs cannot be written to" in said
 
 
 def test_hosts_at_fault_are_blamed_and_written_for_a_scheduler(tmp_path, monkeypatch):

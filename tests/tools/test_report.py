@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 from my_project.files import ConfigError, read_json, read_yaml
+from my_project.tools.report.history import read_history
 from my_project.tools.report.page import SCRIPT
 from my_project.tools.report.report import write_report
 from runs import make_config, train
@@ -188,6 +189,41 @@ def test_steps_without_a_finite_loss_leave_a_gap_that_is_marked(trained, tmp_pat
     assert "slowest rank" not in page.text, "there is one process"
 
 
+def test_a_run_that_fails_before_its_first_interval_has_no_damaged_records(trained, tmp_path):
+    run = copy(trained, tmp_path / "run", [{"kind": "start", "step": 0, "world_size": 1}])
+    assert "metrics.jsonl is" not in report(run).text
+    (run / "metrics.jsonl").write_text("")
+    assert "metrics.jsonl is missing or damaged." in report(run).text
+    (run / "metrics.jsonl").write_text("damaged\n")
+    assert "damaged lines that are left out: 1." in report(run).text
+
+
+def test_scalars_that_are_not_drawn_are_listed(trained, tmp_path):
+    scalars = {f"train/s{i:02}": 1.0 for i in range(14)}
+    page = report(copy(trained, tmp_path / "run", [{"kind": "interval", "step": 1} | scalars]))
+    assert page.names("train/s11") == [""]
+    said = "Not drawn, since a page shows 12 scalars of the recipe: train/s12, train/s13."
+    assert said in page.text
+
+
+def test_columns_have_one_order_in_all_processes(trained, tmp_path):
+    one = {"kind": "interval", "step": 1, "train/a": 1.0, "train/b": 1.0, "loss": 1.0}
+    history = read_history(copy(trained, tmp_path / "run", [one]))
+    assert list(history.curves) == ["loss", "elapsed_seconds", "train/a", "train/b"]
+
+
+def test_shares_of_the_time_count_the_first_interval(trained, tmp_path):
+    one = {"kind": "interval", "time": BEGAN}
+    found = [
+        {"kind": "start", "step": 0, "elapsed_seconds": 10.0, "time": BEGAN},
+        one | {"step": 1, "elapsed_seconds": 30.0, "data_share": 0.75},
+        one | {"step": 2, "elapsed_seconds": 50.0, "data_share": 0.25},
+    ]
+    assert "Rank 0: data 50.0%" in re.sub(
+        r"\s+", " ", report(copy(trained, tmp_path / "run", found)).text
+    )
+
+
 # ---- what happened -------------------------------------------------------------------------------
 def test_what_happened_is_marked_and_how_each_start_ended_is_said(trained, tmp_path):
     found = list(records_of(steps=1000, preempted_at=(400,), killed_at=(700,)))
@@ -200,7 +236,7 @@ def test_what_happened_is_marked_and_how_each_start_ended_is_said(trained, tmp_p
     (run / "starts.jsonl").write_text(json.dumps(line) + "\n")
     page = report(run)
     text = re.sub(r"\s+", " ", page.text)
-    assert "Starts of unknown time 1" in text, "the one without a launcher"
+    assert "Starts not in starts.jsonl 1" in text, "the one without a launcher"
     assert "400 to 700 8 gpu-a x 4, gpu-b x 4 killed" in text
     assert "0 to 400 8 gpu-a x 4, gpu-b x 4 preempted: SIGTERM" in text
     assert page.marks("Loss", "restart") == pytest.approx([400, 700], abs=1)
@@ -307,7 +343,7 @@ def test_a_strangers_text_stays_text(trained, tmp_path):
 def test_pictures_come_from_the_run_folder_alone(trained, tmp_path):
     names = [
         *("a.png", "b/c.jpg", "../out.png", str(tmp_path / "out.png"), "link.png", "text.png"),
-        *("none.png", "b", "zero\0"),
+        *("none.png", "b", "zero\0", "loop.png"),
     ]
     shown = {"kind": "evaluation", "step": 20, "pictures": [*names, 3, None]}
     run = copy(trained, tmp_path / "run", [shown])
@@ -315,6 +351,7 @@ def test_pictures_come_from_the_run_folder_alone(trained, tmp_path):
     png = b"\x89PNG\r\n\x1a\n picture"
     (tmp_path / "out.png").write_bytes(png)
     (run / "link.png").symlink_to(tmp_path / "out.png")
+    (run / "loop.png").symlink_to("loop.png")
     (run / "text.png").write_text("<svg onload=alert(1)>")
     (run / "a.png").write_bytes(png)
     (run / "b/c.jpg").write_bytes(b"\xff\xd8\xff jpeg")

@@ -7,10 +7,14 @@ import subprocess
 import sys
 import sysconfig
 from pathlib import Path
+from typing import Any
 
 import pytest
 from documents import PROJECT
 from my_project.config import to_yaml
+from my_project.provenance import Kept
+from my_project.run_files import RunInfo
+from my_project.tools import reproduce as reproduce_module
 from ragged import Ragged
 from runs import make_config, train
 
@@ -122,6 +126,63 @@ def test_what_is_masked_missing_or_from_a_stranger_is_said(tmp_path):
         refused = reproduce(config.folder)
         assert (refused.returncode, refused.stdout) == (2, "")
         assert len(refused.stderr.splitlines()) == 1
+
+
+def commands(kept: dict[str, Any], **info: Any) -> list[str]:
+    """Return the commands of a run in the folder runs/a."""
+    start = Kept(code="", python="3.13.0+", **kept)
+    lines = reproduce_module.code_lines(start, Path("/s"), "a-code")
+    return [*lines, *reproduce_module.run_lines(start, RunInfo(**info), Path("/runs/a"))]
+
+
+def test_submodules_in_submodules_are_updated_in_these():
+    said = commands({"commit": "1" * 40, "submodules": {"a": "2" * 40, "a/b c": "3" * 40}})
+    assert "git -C . submodule --quiet update --init -- a" in said
+    assert "git -C a submodule --quiet update --init -- 'b c'" in said
+
+
+def test_a_repository_that_is_gone_and_had_no_remote_is_said(tmp_path):
+    said = commands({"commit": "1" * 40, "repository": str(tmp_path / "gone")})
+    assert any(text.startswith("# WARNING: this repository is not here") for text in said)
+    assert f"git clone --quiet --no-checkout -- {tmp_path}/gone a-code" in said
+
+
+@pytest.mark.parametrize(
+    ("launcher", "told", "command"),
+    [
+        (
+            "/bin/python /bin/accelerate launch --machine_rank 0 -m my_project.train --config a",
+            "run this on each host, with its own --machine_rank",
+            "accelerate launch --machine_rank 0 -m my_project.train",
+        ),
+        (
+            "/bin/python -m my_project launch --config_file a -m my_project.train --config a",
+            "run this on each host",
+            "python -m my_project launch --config_file a -m my_project.train",
+        ),
+        (
+            "",
+            "run this on each host",
+            "torchrun --nnodes 2 --nproc_per_node 8 --rdzv_backend c10d --rdzv_endpoint"
+            " gpu-a:29500 -m my_project.train",
+        ),
+    ],
+)
+def test_a_run_on_several_hosts_is_launched_in_the_same_way(launcher, told, command):
+    hosts = ("gpu-a",) * 8 + ("gpu-b",) * 8
+    *_, note, last = commands({}, launcher=tuple(launcher.split()), hosts=hosts)
+    assert note == f"# 16 processes ran on 2 hosts: {told}"
+    assert last == f"{command} --config /runs/a/config.yaml --run_name a-again"
+
+
+def test_a_python_that_was_built_from_its_repository_is_no_damage(tmp_path, capsys):
+    config = make_config(tmp_path, steps=2)
+    assert train(config) == 0
+    name = json.loads((config.folder / "run.json").read_text())["launch"]
+    path = config.folder / "starts" / name / "start.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"python": "3.13.0+"}))
+    reproduce_module.print_commands(config.folder)
+    assert "python3.13 -m venv .venv" in capsys.readouterr().out
 
 
 def test_a_start_with_the_code_of_an_earlier_one_is_brought_back_by_that(tmp_path):

@@ -61,7 +61,7 @@ def test_tools_import_no_torch_and_refuse_other_folders_and_formats(
         assert not re.findall(r"\| +(torch|accelerate)$", done.stderr, re.M)
         shown = (config.folder / "report.html").read_text() if command == "report" else done.stdout
         assert "finished" in shown
-        assert "of a run folder" in " ".join(f"{shown} {done.stderr}".split())
+        assert "the run folder has format" in " ".join(f"{shown} {done.stderr}".split())
         if command == "doctor --json":
             found = json.loads(done.stdout)
             assert found == diagnose(config.folder) | {"happened": found["happened"]}

@@ -1,6 +1,7 @@
 """The list of runs, in a terminal and in a pipe: its states, steps, results and differences."""
 
 import json
+import os
 import subprocess
 import sys
 import time
@@ -12,6 +13,7 @@ from my_project.config import Config, to_yaml
 from my_project.files import TransientError
 from my_project.run_folder import Run
 from my_project.tools.doctor import diagnose
+from my_project.tools.reader import format_number, run_tool
 from my_project.tools.runs import differences, list_runs, summarize
 from ragged import Ragged
 from runs import make_config
@@ -76,6 +78,45 @@ def test_step_and_best_are_those_of_the_records_while_a_run_is_under_way(tmp_pat
     assert (found.step, found.run.status.steps, found.best) == (9, 10, 0.75)
     least = write_run(tmp_path, "least", "running", EVALUATED, evaluation__best_mode="min")
     assert summarize(least.folder).best == 0.5
+
+
+def test_the_best_value_of_a_metric_whose_name_json_escapes_is_found(tmp_path):
+    line = json.dumps({"step": 6, "validation/größe": 0.75}) + "\n"
+    config = write_run(tmp_path, "one", "finished", line)
+    path = config.folder / "config.yaml"
+    path.write_text(path.read_text().replace("validation/auroc", "validation/größe"))
+    assert summarize(config.folder).best == 0.75
+
+
+def test_a_folder_that_may_not_be_entered_is_left_out(tmp_path, monkeypatch):
+    write_run(tmp_path, "one", "finished")
+    (tmp_path / "closed").mkdir()
+    real = os.stat
+
+    def stat(path: Any, *arguments: Any, **options: Any) -> os.stat_result:
+        if "/closed/" in str(path):
+            raise PermissionError(13, "Permission denied", str(path))
+        return real(path, *arguments, **options)
+
+    monkeypatch.setattr(os, "stat", stat)
+    assert [one.run.folder.name for one in list_runs(tmp_path)] == ["one"]
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [(999_960, "1M"), (9_999.6, "10k"), (3021, "3021"), (31_200, "31.2k"), (-0.43126, "-0.4313")],
+)
+def test_a_number_is_rounded_before_its_unit_is_chosen(value, text):
+    assert format_number(value) == text
+
+
+def test_an_error_without_a_file_is_told_as_a_sentence(capsys):
+    def fail() -> None:
+        raise BrokenPipeError(32, "Broken pipe")
+
+    with pytest.raises(SystemExit):
+        run_tool(fail)
+    assert capsys.readouterr().err == "error: Broken pipe.\n"
 
 
 def test_a_run_is_compared_with_the_first_of_its_recipe(tmp_path):

@@ -9,6 +9,7 @@ import pytest
 import torch
 from documents import PROJECT
 from my_project.config import ConfigError
+from my_project.loading.layout import BatchLayout
 from my_project.optim import build_optimizer
 from my_project.settings import parse
 from my_project.tools.simulate import SHARDED_SINCE, Simulation, Simulator
@@ -237,11 +238,59 @@ def test_the_simulated_step_is_that_of_real_processes(tmp_path):
     assert found.peak_bytes == pytest.approx(peak, rel=0.01)
 
 
+class Lanes:
+    lanes = 8
+
+    def __len__(self) -> int:
+        raise AssertionError
+
+    def lane(self, i: int, start: int, seed: int) -> Any:
+        return iter([torch.zeros(128, 512)] * 9)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stream(Layers):
+    def build_datasets(self, data_info: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        return Lanes(), {}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Empty(Layers):
+    def build_datasets(self, data_info: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        return [], {}
+
+
+def test_layouts_that_training_refuses_are_known(tmp_path):
+    def accepts(kind: str, *settings: str, parts: int = 8, size: int = 64) -> bool:
+        layout = BatchLayout(global_batch_size=size, micro_batches=parts, world_size=4)
+        return Simulator(arguments(tmp_path, *settings)).accepts(kind, layout)
+
+    stream = ("--recipe.class_path", "test_simulate.Stream")
+    assert accepts("DDP", *stream)
+    assert not accepts("HSDP", *stream, parts=16)
+    assert not accepts("DDP", *stream, size=68)
+    static = ("--distributed.ddp", "{static_graph: true}")
+    assert accepts("DDP", *static, parts=4)
+    assert not accepts("DDP", *static)
+    assert accepts("FSDP2", *static)
+
+
+def test_gradients_that_accumulate_outside_the_buckets_are_counted(tmp_path):
+    settings = ["--batches.global_batch_size", "32", "--recipe.places", "1"]  # 2 micro-batches
+    plain = simulated(tmp_path, "multi_gpu", 1, 2, *settings)
+    unused = ["--distributed.ddp", "{find_unused_parameters: true}"]
+    found = simulated(tmp_path, "multi_gpu", 1, 2, *settings, *unused)
+    assert plain.memory_bytes["gradients"] == pytest.approx(4 * plain.parameters, rel=0.01)
+    assert found.memory_bytes["gradients"] == pytest.approx(8 * plain.parameters, rel=0.01)
+
+
 @pytest.mark.parametrize(
     ("where", "nodes", "gpus", "settings", "message"),
     [
         ("multi_node", 1024, 8, [], "4096 gives .*, fewer than 8192 processes"),
         ("cpu", 1, 2, [], "starts one process"),
+        ("multi_node", 1, 8, ["--recipe.class_path", "test_simulate.Empty"], "no samples"),
+        ("multi_node", 1, 8, ["--recipe.class_path", "test_simulate.Stream"], "lanes do not fit"),
         ("multi_node_hsdp", 2, 8, ["--recipe.reads_value", "true"], "scalar"),
     ],
 )

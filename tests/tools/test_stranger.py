@@ -7,6 +7,7 @@ a terminal is printed.
 import contextlib
 import io
 import json
+import math
 import os
 import re
 import shutil
@@ -87,8 +88,42 @@ def texts(path: Path, outside: Path) -> None:
     rewrite(path, lambda value: "x" if isinstance(value, (int, float)) else value)
 
 
+def not_finite(path: Path, outside: Path) -> None:
+    rewrite(path, lambda value: math.inf if type(value) is float else value)
+
+
+def no_numbers(path: Path, outside: Path) -> None:
+    rewrite(path, lambda value: math.nan if type(value) is float else value)
+
+
+def large_numbers(path: Path, outside: Path) -> None:
+    rewrite(path, lambda value: 1e308 if type(value) is float else value)
+
+
+def large_integers(path: Path, outside: Path) -> None:
+    rewrite(path, lambda value: 10**400 if type(value) is float else value)
+
+
+def alias_of_itself(path: Path, outside: Path) -> None:
+    path.write_text("run_name: &x {a: *x}\nrecipe: a\n")
+
+
+def list_in_itself(path: Path, outside: Path) -> None:
+    path.write_text("run_name: &x [*x]\nrecipe: a\n")
+
+
+def dates(path: Path, outside: Path) -> None:
+    path.write_text("run_name: [{2020-01-01: 1}]\nrecipe: a\n")
+
+
+def list_of_classes(path: Path, outside: Path) -> None:
+    path.write_text("recipe: [a]\n")
+
+
 SHAPES = (link, dangling, pipe, folder, huge)
 CONTENTS = (escapes, html, other_types, texts)
+NUMBERS = (not_finite, no_numbers, large_numbers, large_integers)
+YAML = (alias_of_itself, list_in_itself, dates, list_of_classes)
 
 
 def rewrite(path: Path, function: Callable[[Any], Any]) -> None:
@@ -240,6 +275,12 @@ def test_a_strangers_links_pipes_and_escapes_harm_no_command(run):
         check(command, run, "run/(status.json|metrics.jsonl)", (pipe, escapes, other_types))
 
 
+@pytest.mark.parametrize("command", ["runs", "report", "doctor", "doctor --json"])
+def test_no_number_and_no_yaml_of_a_stranger_ends_a_tool(run, command):
+    check(command, run, "run/(status.json|metrics.jsonl|starts.jsonl|logs/.*json)", NUMBERS)
+    check(command, run, "run/config.yaml", YAML)
+
+
 def test_no_link_leads_a_write_out_of_the_run_folder(run):
     """For all files that a start opens without replacing them."""
     written = r"(run/)?(\.lock|\.run\.preparing|.*\.unfinished|metrics\.jsonl|starts\.jsonl)"
@@ -257,6 +298,8 @@ def test_no_file_of_a_strangers_run_harms_who_looks_at_it(run, command):
     """The last three read weights, and nothing of the checkpoints, logs and starts."""
     reads_all = command in ("runs", "report", "doctor")
     check(command, run, ".*" if reads_all else r"([^/]+/)?((export|best)/)?[^/]+")
+    if reads_all:
+        check(command, run, r".*\.(json|jsonl|yaml)", NUMBERS)
 
 
 @pytest.mark.slow

@@ -272,8 +272,8 @@ def read_yaml(path: Path, *, follow: bool = True) -> dict[str, Any]:
 
 
 def is_number(value: Json) -> TypeGuard[float]:
-    """Return whether a value of a JSON file is a number."""
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
+    """Return whether a value of a JSON file is a number that a float can represent."""
+    return isinstance(value, float) or (type(value) is int and abs(value) < 1e308)
 
 
 def flush_to_disk(path: Path) -> None:

@@ -10,9 +10,10 @@ is not a run.
 
 --json prints one object: run, outcome (finished, preempted, running, starting, failed, interrupted,
 unknown), happened, step, steps, time (seconds since 1970), first (null, or an object: rank, host,
-step, time, what, at, says: the file that says so), cause (a key of CAUSES; "" if nothing failed),
-certainty (known, likely, unknown or ""), known, likely, look_at, remedy, others, damaged (lists of
-sentences), and earlier_failures (the number of earlier starts of this run that failed).
+step, time, what, at, says: the file that says so), cause (a key of CAUSES, unknown, or "" if
+nothing failed), certainty (known, likely, unknown or ""), known, likely, look_at, remedy, others,
+damaged (lists of sentences), and earlier_failures (the number of earlier starts of this run that
+left error files).
 """
 
 import json
@@ -39,7 +40,7 @@ from ..failures import (
     first_failure,
     late,
 )
-from ..files import open_own, read_json
+from ..files import is_number, open_own, read_json
 from ..run_files import (
     Record,
     each_start,
@@ -101,7 +102,7 @@ CAUSES = {
     "no items": ("", "check the labels: all items of these steps are masked"),
     "stopped": ("a second signal or the scheduler ended it before it could save", MORE_TIME),
     "killed": (
-        "the kernel (for lack of memory), the scheduler or a person did it: the loop kills no rank",
+        "the kernel (for lack of memory), the scheduler or a person did it: its launcher did not",
         "if memory ran out: {less_memory}; if time ran out: " + MORE_TIME,
     ),
     "crashed": (
@@ -126,7 +127,7 @@ CAUSES = {
     "lost node": ("the host or its network failed: it is silent", "check whether {host} answers"),
     "interrupted": ("all processes ended together, with their launcher or the machine", ""),
 }
-LIKELY = ("hang", "network", "no report", "lost node", "interrupted")  # not stated by any file
+LIKELY = ("hang", "network", "no report", "lost node", "interrupted")  # conclusions
 # For these causes, the log of the kernel or of the scheduler may say more.
 ENDED_FROM_OUTSIDE = ("out of host memory", "loader worker", "stopped", "killed", "no report")
 ENDED_FROM_OUTSIDE += ("lost node", "interrupted")
@@ -138,6 +139,7 @@ class Exit(NamedTuple):
 
     code: int  # negative: the signal
     by_launcher: bool  # the launcher killed it, since it did not end after another rank had failed
+    restarts: int  # the number of restarts in place before it ended
     says: str
 
 
@@ -146,8 +148,11 @@ class Start:
     """What the files of a run say about its newest start."""
 
     run: Run
-    is_unopened: bool = False  # it has not opened the run folder, or ended before that
-    began: float = 0.0  # the latest possible time, in seconds since 1970; 0: not known
+    launch: str = ""  # its name in run.json; "" if it has not opened the run folder
+    is_unopened: bool = False  # it has not opened the run folder: it is starting, or has failed
+    # in seconds since 1970; 0: not known. A start that has not opened the run folder began later
+    # than this, any other start earlier
+    began: float = 0.0
     failures: list[Failure] = field(default_factory=list)  # sorted by time
     hosts: dict[int, str] = field(default_factory=dict)  # by rank, as far as known
     world_size: int = 1
@@ -171,6 +176,10 @@ class Start:
             for host, local in by_host.items()
         )
 
+    def names_of_hosts(self, ranks: Iterable[int]) -> str | None:
+        """Return the hosts of ranks, as far as they are known: "gpu-a, gpu-b"."""
+        return ", ".join(sorted({self.hosts.get(rank, "") for rank in ranks} - {""})) or None
+
 
 def newest_start(run: Run, locked: bool | None) -> Start:
     """Return the newest start: the last one that opened the run folder, or a later one."""
@@ -183,7 +192,7 @@ def newest_start(run: Run, locked: bool | None) -> Start:
     reports = run.failures.get(launch, [])
     failed = [valid_time(failure.time) for failure in reports]
     last_sign = max([*changed, *failed, run.last_record_time])
-    start = _read_logs(Start(run=run), opened)
+    start = _read_logs(Start(run=run), opened, launch)
     stamp = time.strftime("%Y%m%dT%H%M%S", time.gmtime(last_sign))
     is_later = min((folder.name[:15] for folder in start.log_folders), default="") > stamp
     later = [f for f in run.failures.get("", []) if valid_time(f.time) > last_sign]
@@ -193,10 +202,14 @@ def newest_start(run: Run, locked: bool | None) -> Start:
         start.is_unopened, start.began = True, last_sign
         reports = later
     else:
-        if is_later:  # it only showed the result of a finished run, or was killed immediately
+        if is_later:  # a later launch found a finished run, or was killed immediately: left out
             start = Start(run=run)
-        start.began = opened
-        # torchrun may have restarted the processes, which write into the same folder
+        start.launch, start.began = launch, opened
+        # restarts in place write into the same folder; launchers write only when a start ends
+        restarts = launch.rpartition(".")[2]
+        if restarts.isdecimal():
+            exits = start.exits.items()
+            start.exits = {rank: end for rank, end in exits if end.restarts >= int(restarts)}
         in_logs = [failure for failure in start.failures if failure.launch in ("", launch)]
         reports = [*reports, *in_logs, *in_status]
         start.hosts = dict(enumerate(run.info.hosts))
@@ -204,31 +217,41 @@ def newest_start(run: Run, locked: bool | None) -> Start:
     start.failures = sorted(by_rank.values(), key=lambda failure: failure.time)
     is_known = bool(start.hosts)
     start.hosts |= {failure.rank: failure.host for failure in start.failures}
-    largest = max([0, *start.hosts, *(() if is_known else start.logs)])
+    largest = max([0, *start.hosts, *(() if is_known else (*start.logs, *start.exits))])
     start.world_size = min(largest, MAX_RANKS) + 1
     return start
 
 
-def _read_logs(start: Start, opened: float) -> Start:
-    """Add what the newest log folder of each node contains, unless it is older than `opened`."""
+def _changed(path: Path) -> float:
+    """Return when a file was changed; 0 if it is gone: launchers rename and remove files."""
+    with suppress(OSError):
+        return path.lstat().st_mtime
+    return 0.0
+
+
+def _read_logs(start: Start, opened: float, launch: str) -> Start:
+    """Add what the newest log folder of each node contains, unless it is older than `opened`.
+
+    Stop signals that came before the start `launch` are left out.
+    """
+    begun = max((b.time for b, _ in each_start(start.run.folder) if b.id == launch), default=0.0)
     nodes = sorted(start.run.folder.glob("logs/node_*/"))
     newest = [sorted(node.glob("[0-9]*T[0-9]*/"))[-1:] for node in nodes]  # by the time in the name
     logs: list[Path] = []
     for folder in chain(*newest):
-        changed = max((path.lstat().st_mtime for path in folder.iterdir()), default=0.0)
-        if changed < opened - COPIED_SECONDS:
+        if max(map(_changed, folder.iterdir()), default=0.0) < opened - COPIED_SECONDS:
             continue
         start.log_folders.append(folder)
         logs += folder.glob("rank_" + 5 * "[0-9]" + ".log")
         start.failures += read_failures(sorted(folder.glob("rank_*.json")))
         launcher = read_json(folder / "launcher.json")
         notes = [read_json(path) for path in sorted(folder.glob("signal_rank_*.json"))]
-        signals = (note.get("signal") for note in (*notes, launcher))
-        names = (name for name in signals if isinstance(name, str))
+        notes = [note for note in (*notes, launcher) if valid_time(note.get("time")) >= begun]
+        names = (note["signal"] for note in notes if isinstance(note.get("signal"), str))
         start.stop_signal = start.stop_signal or next(names, "")
         start.exits |= _exits(launcher, folder / "launcher.json")
     # after the nodes of a run have changed, a node may have other ranks: the newest log counts
-    logs.sort(key=lambda path: path.lstat().st_mtime)
+    logs.sort(key=_changed)
     start.logs = {int(path.stem[5:]): path for path in logs}
     return start
 
@@ -236,10 +259,12 @@ def _read_logs(start: Start, opened: float) -> Start:
 def _exits(launcher: dict[str, Any], path: Path) -> dict[int, Exit]:
     """Return by rank how processes ended, in the order in which their launcher wrote it."""
     exits, killed, codes = {}, launcher.get("killed"), launcher.get("exit_codes")
+    restarts = number if type(number := launcher.get("restarts")) is int else 0
     for text, code in codes.items() if isinstance(codes, dict) else ():
         if text.isdecimal() and isinstance(code, int) and code != PREEMPTED:
             by_launcher = isinstance(killed, list) and int(text) in killed
-            exits[int(text)] = Exit(code, by_launcher, f"{path}: rank {text}: {code}")
+            says = f"{path}: rank {text}: {code}"
+            exits[int(text)] = Exit(code, by_launcher, restarts, says)
     return exits
 
 
@@ -253,9 +278,10 @@ def _tail(path: Path | None) -> str:
 
 # ---- the cause -----------------------------------------------------------------------------------
 def find_cause(start: Start) -> dict[str, Any]:
-    """Return what failed first in a failed start: "cause", and values that override CAUSES.
+    """Return the cause of a failed start and what failed first, by name.
 
-    The other keys are fields of an error file, and what, says, known, likely, look_at, is_known.
+    The names are "cause", fields of an error file, what, says, and some that override what CAUSES
+    gives: known, likely, look_at, is_known.
     """
     failures = start.failures
     first = first_failure(failures)
@@ -323,7 +349,7 @@ def _unreported_exit(start: Start, exits: dict[int, Exit]) -> dict[str, Any]:
     cause = {
         "cause": kind,
         "rank": None if same[1:] else rank,
-        "host": start.hosts.get(rank),
+        "host": start.names_of_hosts(same),
         "time": min((failure.time for failure in start.failures), default=None),
         "what": f"{start.describe(same)} ended {ending}, without a report",
         "says": first.says,
@@ -352,18 +378,22 @@ def _waited(start: Start, waiting: list[Failure]) -> list[str]:
     places: dict[str, list[int]] = {}
     for failure in waiting:
         places.setdefault(failure.at.place if failure.at else "", []).append(failure.rank)
-    return [f"{start.describe(ranks)} waited in {place}" for place, ranks in places.items()]
+    return [
+        f"{start.describe(ranks)} waited" + f" in {place}" * bool(place)
+        for place, ranks in places.items()
+    ]
 
 
 def _silent_ranks(start: Start, noticed: Failure) -> dict[str, Any]:
-    """Return the cause if ranks left no report, which the others noticed."""
+    """Return the cause if some ranks left no report, and other ranks lost contact with them."""
     silent, hosts = start.silent, start.hosts
     silent_hosts = {hosts.get(rank, "") for rank in silent}
     reporting_hosts = {failure.host for failure in start.failures}
     notice = f"{start.describe([noticed.rank])} noticed: {noticed.reason}"
     what = f"no report from {start.describe(silent)}; {notice}"
     cause = _cause_from(noticed, "no report", what=what, step=None, at=None)
-    cause |= {"rank": None if silent[1:] else silent[0], "host": ", ".join(sorted(silent_hosts))}
+    rank, host = None if silent[1:] else silent[0], start.names_of_hosts(silent)
+    cause |= {"rank": rank, "host": host}
     exits = [start.exits[rank] for rank in silent if rank in start.exits]
     has_logs = any(rank in start.logs for rank in silent)
     if exits and all(ended.by_launcher for ended in exits):
@@ -382,7 +412,8 @@ def _all_wait(start: Start, waiting: list[Failure]) -> dict[str, Any]:
     in_recipe = [rank for rank in waiting if rank.at and Path(rank.at.file).stem in modules]
     cause = _cause_from((in_recipe or waiting)[0], kind, is_known=False, known=known)
     if in_recipe and kind != "hang":
-        return cause | {"likely": ["this rank is at fault: it waits in the recipe"]}
+        rank = start.describe([in_recipe[0].rank])
+        return cause | {"likely": [f"{rank} is at fault: it waits in the recipe"]}
     return cause | {"what": "all ranks waited for one another", "at": None}
 
 
@@ -401,14 +432,24 @@ def _with_dumps(start: Start, cause: dict[str, Any]) -> dict[str, Any]:
     if without := {*range(start.world_size)} - dumps.ranks:
         cause["known"].append(f"no dump from {start.describe(without)}")
     if finding.kind == "mismatch":
-        cause |= {"cause": "mismatched collectives", "is_known": True, "at": None, "rank": None}
+        differing = finding.differing
+        cause |= _of_rank(start, differing[0] if differing else None)
+        cause |= {"cause": "mismatched collectives", "is_known": True, "at": None}
         cause["what"] = "ranks called different collectives"
-        if fewest := finding.fewest:
-            cause["rank"] = fewest[0]
-            cause["likely"] = [f"at fault: {start.describe(fewest)}, since the others agree"]
+        if differing:
+            cause["likely"] = [f"at fault: {start.describe(differing)}, since the others agree"]
     elif finding.missing and cause["cause"] != "stalled":
-        cause["rank"] = finding.missing[0]
+        cause |= _of_rank(start, finding.missing[0])
     return cause
+
+
+def _of_rank(start: Start, rank: int | None) -> dict[str, Any]:
+    """Return the fields of a cause that depend on the rank at fault; None: no single rank."""
+    values = {"rank": rank, "host": None if rank is None else start.hosts.get(rank)}
+    for report in (failure for failure in start.failures if failure.rank == rank):
+        values |= {"step": report.step, "time": report.time, "at": report.at}
+        values["says"] = str(report.source)
+    return values
 
 
 def _without_report(start: Start) -> dict[str, Any]:
@@ -508,7 +549,7 @@ def diagnose(folder: Path, now: float | None = None) -> dict[str, Any]:
             if cause and failure.rank != cause.get("rank")
         ],
         "damaged": [] if start.is_unopened else run.problems,
-        "earlier_failures": len(run.failures.keys() - {"", run.info.launch}),
+        "earlier_failures": len(run.failures.keys() - {"", start.launch}),
     }
 
 
@@ -527,11 +568,12 @@ def _happened(start: Start, outcome: str, now: float, locked: bool | None) -> st
     text = f"step {run.step if status.outcome else '?'} of {status.steps or '?'}"
     if start.is_unopened:
         before = f"; the start before it: {status.outcome}, {text}" * bool(status.outcome)
-        return f"the newest start did not open the run folder{before}"
+        return f"the newest start has not opened the run folder{before}"
     if outcome != "running":
         reason = "" if outcome == "failed" else status.reason  # "first" says why it failed
         return f"{text}: {reason}" if reason else text
-    limit = run.settings.get("distributed.timeout_seconds", 600)
+    limit = run.settings.get("distributed.timeout_seconds")
+    limit = limit if is_number(limit) else 600
     idle = max(0.0, now - max(start.began, run.last_record_time))
     text += f", the last record is {format_seconds(idle)} old"
     if idle > limit:
@@ -546,7 +588,7 @@ def _values(start: Start, cause: dict[str, Any]) -> dict[str, Any]:
     setting, environment = start.run.settings.get, start.run.info.environment
     job = environment.get("SLURM_JOB_ID")
     workers = setting("batches.workers", 0)
-    workers = "one fewer than the CPUs" if workers is None else workers
+    workers = "one fewer than the CPUs, at most 8" if workers is None else workers
     micro = setting("batches.micro_batch_size") or "as large as it can be"
     # on a CPU, the activations are in host memory too
     is_on_cpu = str(environment.get("CUDA_VISIBLE_DEVICES")).startswith("-1")

@@ -1,4 +1,4 @@
-"""Compare the last collectives of all ranks, as NCCL's flight recorder kept them; without torch.
+"""Compare the last collectives of all ranks, which NCCL's flight recorder kept, without torch.
 
 When the watchdog ends a run it writes errors/nccl_trace_rank_<rank>.json (watchdog.py). The
 "entries" of this file are the collectives of each process group, numbered by collective_seq_id. All
@@ -15,7 +15,7 @@ from typing import Any
 
 from ..files import read_json
 
-# Operations whose sizes must be equal on all ranks, of the input and of the output.
+# Operations for which the sizes of the input, and of the output, must be the same on all ranks.
 EVEN = {"all_reduce", "allreduce_coalesced", "all_reduce_barrier", "barrier", "broadcast"}
 EVEN |= {"reduce", "all_gather", "_all_gather_base", "reduce_scatter", "_reduce_scatter_base"}
 EVEN |= {"_broadcast_oop", "_reduce_oop"}
@@ -47,10 +47,11 @@ class Finding:
     missing: list[int]  # the ranks that have not called the collective
 
     @property
-    def fewest(self) -> list[int]:
-        """Return the ranks that made the rarest call; [] if all calls are equally frequent."""
-        by_count = sorted(self.calls.values(), key=len)
-        return by_count[0] if len(by_count[0]) < len(by_count[-1]) else []
+    def differing(self) -> list[int]:
+        """Return the ranks without the most frequent call; [] if two calls are as frequent."""
+        *others, most = sorted(self.calls.values(), key=len)
+        is_tie = len(most) in map(len, others)
+        return [] if is_tie else sorted(rank for ranks in others for rank in ranks)
 
 
 def read(folder: Path, since: float) -> Dumps:
@@ -81,8 +82,9 @@ def read(folder: Path, since: float) -> Dumps:
             by_rank.setdefault(rank, []).append(entry)
     if pickles := [*errors.glob("nccl_trace_rank_*[0-9]")]:
         dumps.notes.append(
-            f"{len(pickles)} dumps by NCCL itself are pickles, which can run code, so they are not"
-            f" opened here; to analyze them: mkdir dumps; cp {errors}/nccl_trace_rank_*[0-9] dumps;"
+            f"dumps that NCCL itself wrote: {len(pickles)}. They are pickles, which can run code,"
+            " so they are not opened here; to analyze them: mkdir dumps; cp"
+            f" {errors}/nccl_trace_rank_*[0-9] dumps;"
             " torchfrtrace dumps (torch.distributed.flight_recorder.fr_trace)"
         )
     return dumps
@@ -138,7 +140,8 @@ def _is_collective(entry: Any) -> bool:
     kinds = {"collective_seq_id": int, "time_created_ns": int, "profiling_name": str, "state": str}
     if not isinstance(entry, dict) or entry.get("is_p2p"):
         return False
-    return all(isinstance(entry.get(name), kind) for name, kind in kinds.items())
+    is_complete = all(isinstance(entry.get(name), kind) for name, kind in kinds.items())
+    return is_complete and abs(entry["time_created_ns"]) < 1 << 63
 
 
 def _group_name(names: Any) -> str:

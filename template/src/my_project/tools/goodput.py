@@ -9,7 +9,7 @@ from typing import Any
 from ..run_files import ENDED, Status, each_start, records
 from ..words import format_seconds
 
-GOOD = 0.9  # a goodput (share of the time that trained kept steps) below this is shown
+GOOD = 0.9  # goodput, the share of the time that trained kept steps, is shown if it is lower
 START_SECONDS = 60.0  # a run that has kept no step in this time has no goodput to show yet
 PAUSES = {"checkpoint": "saving", "evaluation": "evaluation"}  # by the kind of their records
 PARTS = ("kept", "startup", "lost", "saving", "evaluation", "data", "ending")
@@ -24,7 +24,8 @@ class Span:
     first_step_time: float | None = None
     last: float  # the newest record
     is_lost: bool  # it failed, or later starts did some of its steps again
-    kept_step: float  # the last step that no later start did again
+    # the last step that is kept: later starts did the next ones again, or, after a failure, would
+    kept_step: float
     kept_until: float = 0.0
     data_until: float = 0.0
 
@@ -70,6 +71,8 @@ def goodput(folder: Path) -> dict[str, Any]:
     sums["kept"] = max(0.0, sums["kept"] - pauses)
     launcher = sum(sums.values())
     calendar = max(launcher, max(start.ended or start.last for start in starts) - began[0])
+    if not math.isfinite(launcher + calendar):  # damaged times
+        return {}
     return {
         "launcher": shares(sums, launcher),
         "calendar": shares(sums | {"down": calendar - launcher}, calendar),

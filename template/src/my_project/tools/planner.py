@@ -3,13 +3,13 @@
     python -m my_project planner --config configs/image_classification.yaml \
         --nodes 4 --gpus-per-node 8 --gpu-memory-gb 80
 
-It prints a row for each accelerate config, on the whole cluster and on fewer GPUs with the same
-global batch. It says which config to use, and whether more GPUs would help. The cluster need not
-exist. Memory, traffic and FLOPs are those of simulated steps (simulate.py): one process takes a
-step of rank 0 on fake tensors, with the sharding or DDP of the accelerate config. The step time is
-computed from them. The speed of a GPU comes from --samples-per-second, measured on one GPU, or else
-from --gpu-tflops and --mfu; the bandwidths come from preflight.py (--measured runs/preflight.json)
-or from options.
+It prints a row for DDP, HSDP and FSDP2, on the whole cluster and on fewer GPUs with the same global
+batch. It says which config to use, and whether more GPUs would help. The cluster need not exist.
+Memory, traffic and FLOPs are those of simulated steps (simulate.py): one process takes a step of
+rank 0 on fake tensors, with the sharding or DDP of the accelerate config. The step time is computed
+from them. The speed of a GPU comes from --samples-per-second, measured on one GPU, or else from
+--gpu-tflops and --mfu; the bandwidths come from preflight.py (--measured runs/preflight.json) or
+from options.
 
 With --simulate it prints one simulated step: the memory of a GPU by kind, and every collective.
 
@@ -24,11 +24,25 @@ import argparse
 import json
 import math
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from ..exits import run
+from ..files import ConfigError, is_number, read_json
 from ..words import make_parser
+
+
+def positive(kind: Callable[[str], float]) -> Callable[[str], float]:
+    """Return the type of an option that is a number greater than 0, of a kind: int or float."""
+
+    def converted(text: str) -> float:
+        if not 0 < (number := kind(text)) < math.inf:
+            raise argparse.ArgumentTypeError(f"{text} must be greater than 0")
+        return number
+
+    converted.__name__ = kind.__name__  # as argparse names it in errors
+    return converted
 
 
 def parser() -> argparse.ArgumentParser:
@@ -36,22 +50,23 @@ def parser() -> argparse.ArgumentParser:
     options = make_parser(__doc__)
     add = options.add_argument
     add("--config", required=True, help="the config of the run; dotted settings may follow")
-    add("--nodes", type=int, default=1)
-    add("--gpus-per-node", type=int, default=8)
-    add("--gpu-memory-gb", type=float, default=80.0)
+    count, size = positive(int), positive(float)
+    add("--nodes", type=count, default=1)
+    add("--gpus-per-node", type=count, default=8)
+    add("--gpu-memory-gb", type=size, default=80.0)
     add("--reserved-gb", type=float, default=2.0, help="for CUDA context, NCCL, fragmentation")
-    add("--samples-per-second", type=float, help="speed of one GPU, as a run on one GPU reports it")
-    add("--gpu-tflops", type=float, default=989.0, help="peak of the data sheet; H100 in bf16: 989")
-    add("--mfu", type=float, default=0.4, help="MFU, used if --samples-per-second is not given")
+    add("--samples-per-second", type=size, help="speed of one GPU, as a run on one GPU reports it")
+    add("--gpu-tflops", type=size, default=989.0, help="peak of the data sheet; H100 in bf16: 989")
+    add("--mfu", type=size, default=0.4, help="MFU, used if --samples-per-second is not given")
     add("--measured", type=Path, help="file with measured bandwidths: runs/preflight.json")
-    add("--in-node-gb-per-second", type=float, default=300.0, help="all-reduce bus bandwidth")
-    add("--over-nodes-gb-per-second", type=float, default=40.0, help="bus bandwidth over all nodes")
-    add("--latency-us", type=float, default=20.0, help="latency of one message over the network")
-    add("--save-seconds", type=float, help="duration of a save, to recommend an interval")
+    add("--in-node-gb-per-second", type=size, default=300.0, help="all-reduce bus bandwidth")
+    add("--over-nodes-gb-per-second", type=size, default=40.0, help="bus bandwidth over all nodes")
+    add("--latency-us", type=float, default=20.0, help="latency of a message, also in a node")
+    add("--save-seconds", type=size, help="duration of a save, to recommend an interval")
     add("--restart-seconds", type=float, default=60.0, help="from a failure to the next step")
-    add("--hours-between-failures", type=float, help="default: 7.9 for 1,024 GPUs (published)")
+    add("--hours-between-failures", type=size, help="default: 7.9 for 1,024 GPUs (published)")
     add("--simulate", action="store_true", help="print one simulated step instead of a plan")
-    add("--where", default="multi_node", help="simulate: accelerate_configs/NAME.yaml, or a path")
+    add("--where", default="multi_node", help="with --simulate: accelerate config, name or path")
     add("--json", action="store_true")
     return options
 
@@ -78,6 +93,7 @@ BACKWARD_SHARE = 2 / 3
 FAILURE_GPU_HOURS = 7.9 * 1024  # between failures on Meta's research clusters (arXiv 2410.21680)
 # Simulates a step: the accelerate config, nodes, GPUs per node, micro-batch size, accumulation.
 TakeStep = Callable[[str, int, int, int, int], Simulation]
+Accepts = Callable[[str, BatchLayout], bool]  # whether training accepts a layout, by kind
 
 
 # ---- time ----------------------------------------------------------------------------------------
@@ -135,13 +151,16 @@ def config_name(kind: str, nodes: int, gpus_per_node: int) -> str:
     return {"DDP": "multi_node", "HSDP": "multi_node_hsdp", "FSDP2": "multi_node_fsdp2"}[kind]
 
 
-def fastest_layout(total: int, world_size: int, limit: float) -> BatchLayout:
-    """Return the layout of a global batch with the fewest samples for each rank.
+def fastest_layout(
+    total: int, world_size: int, limit: float, accepts: Callable[[BatchLayout], bool]
+) -> BatchLayout | None:
+    """Return the layout of a global batch with the fewest samples per rank; None if there is none.
 
     Args:
         total: samples of the global batch.
         world_size: the number of ranks.
         limit: the maximum number of samples in a micro-batch.
+        accepts: whether training accepts a layout.
     """
     layouts = []
     for size in range(1, min(-(-total // world_size), max(1, int(min(limit, total)))) + 1):
@@ -152,13 +171,18 @@ def fastest_layout(total: int, world_size: int, limit: float) -> BatchLayout:
     def cost(layout: BatchLayout) -> tuple[int, int]:
         return layout.micro_batch_size * layout.accumulation, -layout.micro_batch_size
 
-    return min(layouts, key=cost)
+    return min(filter(accepts, layouts), key=cost, default=None)
 
 
-def largest_that_fits(
-    take: TakeStep, where: tuple[str, int, int], total: int, limit: float, free_bytes: float
-) -> tuple[Simulation, float]:
-    """Simulate a step with the largest micro-batch that fits into a GPU, or else with 1 sample.
+def fastest_that_fits(
+    take: TakeStep,
+    where: tuple[str, int, int],
+    total: int,
+    limit: float,
+    free_bytes: float,
+    accepts: Callable[[BatchLayout], bool] = lambda layout: True,
+) -> tuple[Simulation | None, float]:
+    """Simulate a step with the fastest layout that fits into a GPU.
 
     With a smaller micro-batch, activations shrink at most in proportion, and the rest of the memory
     does not shrink, so some sizes need not be tried.
@@ -169,23 +193,30 @@ def largest_that_fits(
         total: samples of a global batch.
         limit: the maximum number of samples in a micro-batch.
         free_bytes: free memory of a GPU.
+        accepts: whether training accepts a layout.
 
     Returns:
-        The simulated step, and the new limit.
+        The simulated step, and the new limit. If no layout fits, it is the last step that was
+        tried; None if training accepts no layout.
     """
-    while True:
-        layout = fastest_layout(total, where[1] * where[2], limit)
+    step = None
+    while layout := fastest_layout(total, where[1] * where[2], limit, accepts):
         micro_batch = layout.micro_batch_size
         step = take(*where, micro_batch, layout.accumulation)
         if step.peak_bytes <= free_bytes or micro_batch == 1:
-            return step, limit
+            break
         activations = step.memory_bytes["activations"]
         free_for_activations = free_bytes - (step.peak_bytes - activations)
         limit = min(micro_batch - 1, micro_batch * free_for_activations / max(1, activations))
+    return step, limit
 
 
 def plan(
-    take: TakeStep, cluster: argparse.Namespace, global_batch: int, kinds: tuple[str, ...] = KINDS
+    take: TakeStep,
+    cluster: argparse.Namespace,
+    global_batch: int,
+    kinds: tuple[str, ...] = KINDS,
+    accepts: Accepts = lambda kind, layout: True,
 ) -> list[dict[str, Any]]:
     """Predict each kind on 1, 2, 4, ... GPUs of a node, then on 1, 2, 4, ... nodes.
 
@@ -206,9 +237,10 @@ def plan(
             if (limit := limits.get(key, math.inf)) == 0:
                 continue
             where = config_name(kind, nodes, gpus)
-            step, limit = largest_that_fits(
-                take, (where, nodes, gpus), global_batch, limit, free_bytes
-            )
+            place, may_use = (where, nodes, gpus), partial(accepts, kind)
+            step, limit = fastest_that_fits(take, place, global_batch, limit, free_bytes, may_use)
+            if not step:
+                continue
             fits = step.peak_bytes <= free_bytes
             limits[key] = limit if fits else 0
             compute, seconds = step_seconds(kind, step, cluster)
@@ -230,10 +262,10 @@ def _doubled(last: int) -> list[int]:
 
 
 def advice(rows: list[dict[str, Any]]) -> list[str]:
-    """Return sentences that advise the fewest GPUs and simplest kind that are as fast as any."""
+    """Return sentences that advise the fewest GPUs, then the simplest kind, with a short step."""
     fitting = [row for row in rows if row["fits"]]
     if not fitting:
-        return ["No config fits: use more or larger GPUs, or a smaller model."]
+        return ["None of these fits: use more or larger GPUs, or a smaller model."]
     shortest = min(row["seconds"] for row in fitting)
     limit = SIMILAR * max(SHORT_STEP_SECONDS, shortest)
     best = next(row for row in fitting if row["seconds"] <= limit)
@@ -272,9 +304,10 @@ def failure_advice(gpus: int, cluster: argparse.Namespace) -> str:
     """Return a sentence with the best interval between saves, and the goodput to expect."""
     hours = cluster.hours_between_failures or FAILURE_GPU_HOURS / gpus
     interval = best_interval_seconds(cluster.save_seconds, 3600 * hours)
+    minutes = float(f"{interval / 60:.2g}")
     times = (interval, cluster.save_seconds, cluster.restart_seconds, 3600 * hours)
     return (
-        f"With {hours:.3g} h between failures, --checkpoints.every_minutes {interval / 60:.2g}"
+        f"With {hours:.3g} h between failures, --checkpoints.every_minutes {minutes:g}"
         f" loses the least time: the goodput is {predicted_goodput(*times):.1%}."
     )
 
@@ -292,12 +325,21 @@ def main(arguments: argparse.Namespace, settings: list[str]) -> None:
         print(json.dumps(step.as_dict())) if arguments.json else show_step(step, layout, arguments)
         return
     if arguments.measured:
-        measured = json.loads(arguments.measured.read_text(encoding="utf-8"))
-        for name in ("in_node", "over_nodes"):
-            if speed := measured.get(f"{name}_bytes_per_second"):
+        measured = read_json(arguments.measured, follow=True)
+        speeds = {n: measured.get(f"{n}_bytes_per_second") for n in ("in_node", "over_nodes")}
+        if not all(is_number(speed) for speed in speeds.values()):
+            raise ConfigError(f"{arguments.measured} is not a preflight.json; run the preflight.")
+        for name, speed in speeds.items():
+            if speed:  # 0: there was one GPU per node, or one node
                 setattr(arguments, f"{name}_gb_per_second", speed / GB)
     refusal = sharding_refusal()
-    rows = plan(simulator.step, arguments, layout.global_batch_size, ("DDP",) if refusal else KINDS)
+    kinds = ("DDP",) if refusal else KINDS
+    total = layout.global_batch_size
+    if not (rows := plan(simulator.step, arguments, total, kinds, simulator.accepts)):
+        raise ConfigError(
+            f"batches.global_batch_size {total} cannot be divided as distributed.ddp.static_graph"
+            f" or the stream's lanes require, over {nodes} x {gpus} GPUs or fewer: change it."
+        )
     sentences = advice(rows)
     if refusal:
         sentences.append(f"FSDP2 and HSDP are not predicted: {refusal}")
@@ -327,7 +369,7 @@ def show_plan(rows: list[dict[str, Any]], cluster: argparse.Namespace) -> None:
         else:
             cells += ["does not fit", "", "", "", ""]
         table.append(cells)
-    print_table("For each GPU; batch: the largest micro-batch that fits, x accumulation", table)
+    print_table("Memory and traffic are per GPU; batch: micro-batch x accumulation", table)
 
 
 def show_step(step: Simulation, layout: BatchLayout, cluster: argparse.Namespace) -> None:

@@ -4,10 +4,11 @@
         -m my_project.tools.preflight --config configs/image_classification.yaml
 
 It takes the arguments of training, runs on all processes and needs about a minute. It prints a
-table of the nodes, then the bandwidths measured between them. It exits with 0, or with 1 after a
-message and a remedy for each problem that would stop or slow training. With --preflight, the
-launchers run it before training, after the rendezvous check (nodes.py), which names missing nodes.
-The measured bandwidths are saved for planner.py in <runs_folder>/preflight.json.
+table of the nodes, then the bandwidths measured between them. It exits with 0, with 1 after a
+message and a remedy for each problem that would stop or slow training, or with 2 if a setting is
+wrong or the runs folder cannot be written to. With --preflight, the launchers run it before
+training, after the rendezvous check (nodes.py), which names missing nodes. The measured bandwidths
+are saved for planner.py in <runs_folder>/preflight.json.
 """
 
 from ..config import Config
@@ -29,6 +30,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +43,7 @@ from torch.utils.benchmark import Timer
 from .. import exits
 from ..accelerator import check_launch, start_accelerator
 from ..config import to_yaml
-from ..files import wait_until, write_atomically
+from ..files import wait_until, write_atomically, writing
 from ..loading import layout
 from ..process import note_blamed, process_name, world
 from ..provenance import code_digest, installed
@@ -51,8 +53,8 @@ from ..run_folder import not_shared
 from .reader import format_number, print_table
 
 MB = 1_000_000
-# The time limit of a check is higher than the time in which nodes send 256 MB to each other node,
-# three times, at 100 MB/s.
+# The time limit of a check is higher than the time in which nodes send 256 MB to every other
+# node, three times, at 100 MB/s.
 SECONDS = 60.0
 SECONDS_PER_NODE = 8.0
 MAX_CLOCK_SKEW_SECONDS = 5.0
@@ -79,8 +81,8 @@ def checking(name: str) -> Iterator[None]:
 
     def give_up() -> None:
         print(
-            f"error: preflight made no progress for {seconds:.0f} s in the check '{name}' on"
-            f" {process_name()}: another rank exited, or the ranks cannot reach each other. Open"
+            f"error: the preflight check '{name}' on {process_name()} took longer than"
+            f" {seconds:.0f} s: another rank exited, or the ranks cannot reach each other. Open"
             " all ports between the nodes, or see launch/network.sh.",
             file=sys.stderr,
             flush=True,
@@ -137,9 +139,10 @@ def folder_problem(accelerator: Accelerator, config: Config) -> str:
     folder, host = Path(config.runs_folder), socket.gethostname()
 
     def write_on_main() -> tuple[str, str]:
-        folder.mkdir(parents=True, exist_ok=True)
         name = f".preflight-{os.getpid()}-{time.time_ns()}"
-        (folder / name).write_text(host)
+        with writing(folder):
+            folder.mkdir(parents=True, exist_ok=True)
+            (folder / name).write_text(host)
         return name, host
 
     name, main_host = on_main_then_broadcast(accelerator, write_on_main)
@@ -147,7 +150,7 @@ def folder_problem(accelerator: Accelerator, config: Config) -> str:
     def is_visible() -> bool:
         with suppress(OSError):  # refreshes the directory cache of a network file system
             os.listdir(folder.parent)
-        return (folder / name).exists()
+        return os.path.exists(folder / name)  # False also without permission to enter the folder
 
     is_right = config.checkpoints.mirror or wait_until(is_visible, 20)
     problem = "" if is_right else not_shared(folder, host, main_host)
@@ -169,9 +172,10 @@ def all_reduce(device: torch.device, size: int, groups: list[list[int]]) -> tupl
     """
     group: Any = dist.new_subgroups_by_enumeration(groups)[0]
     ranks = next(ranks for ranks in groups if world()[1] in ranks)
-    values = torch.full((size // 4,), float(world()[1] + 1), device=device)
+    # small numbers, so that float32 represents their sum over many thousands of ranks exactly
+    values = torch.full((size // 4,), float(world()[1] % 7 + 1), device=device)
     dist.all_reduce(values, group=group)
-    wrong = int((values != sum(rank + 1 for rank in ranks)).sum())
+    wrong = int((values != sum(rank % 7 + 1 for rank in ranks)).sum())
     values.zero_()
     seconds = seconds_per_call(lambda: dist.all_reduce(values, group=group))
     dist.destroy_process_group(group)
@@ -179,7 +183,7 @@ def all_reduce(device: torch.device, size: int, groups: list[list[int]]) -> tupl
 
 
 def exchange_seconds(accelerator: Accelerator, size: int) -> list[float]:
-    """Send a tensor to each other node, first rank to first rank; return the seconds by distance.
+    """Send a tensor to every other node, first rank to first rank; return the seconds by distance.
 
     At distance d, node i sends to node i + d and receives from node i - d; all nodes do so at the
     same time.
@@ -224,21 +228,24 @@ def link_speeds(seconds: list[list[float]], size: int) -> dict[tuple[int, int], 
 
 
 # ---- the verdict ---------------------------------------------------------------------------------
-def slow(speeds: dict[str, float], fraction: float) -> list[str]:
-    """Return a message for each speed below a fraction of the median; [] for fewer than three."""
+def slow(speeds: dict[str, float], fraction: float, unit: str) -> dict[str, str]:
+    """Return names by message, for the speeds below a fraction of the median of at least three."""
     median = statistics.median(speeds.values()) if len(speeds) > 2 else 0.0
-    return [
-        f"{name}: {format_number(speed)} per second, but the median is {format_number(median)}."
+    return {
+        f"{name}: {format_number(speed)}{unit}, but the median is {format_number(median)}{unit}."
         " Check the cooling, cable, adapter and switch of a node that is named several times, or"
-        " remove it."
+        " remove it.": name
         for name, speed in speeds.items()
         if speed < fraction * median
-    ]
+    }
 
 
-def differences(by_rank: list[dict[str, Any]]) -> list[str]:
-    """Return a message for each property that must be the same on all nodes but is not."""
-    messages = []
+def differences(by_rank: list[dict[str, Any]]) -> dict[str, set[str]]:
+    """Return a message for each property that must be the same on all nodes but is not.
+
+    The value of a message is the set of hosts without the most frequent value.
+    """
+    messages = {}
     for name in dict.fromkeys(name for own in by_rank for name in own["agree"]):
         hosts: dict[str, dict[str, None]] = {}  # by value
         for own in by_rank:
@@ -246,36 +253,55 @@ def differences(by_rank: list[dict[str, Any]]) -> list[str]:
         if len(hosts) > 1:
             values = "; ".join(f"{value} on {', '.join(names)}" for value, names in hosts.items())
             remedy = "Use the same environment, code, command and kind of node everywhere."
-            messages.append(f"{name} differs: {values}. {remedy}")
+            most = max(map(len, hosts.values()))
+            rare = [names for names in hosts.values() if len(names) < most] or hosts.values()
+            messages[f"{name} differs: {values}. {remedy}"] = {*chain(*rare)}
     return messages
 
 
-def judge(by_rank: list[dict[str, Any]]) -> list[str]:
-    """Return a message for each problem that would stop or slow training, except slow links."""
+def judge(by_rank: list[dict[str, Any]]) -> dict[str, set[str]]:
+    """Return a message for each problem that would stop or slow training, except slow links.
+
+    The value of a message is the set of hosts that have the problem.
+    """
     problems = differences(by_rank)
     for rank, own in enumerate(by_rank):
-        if own["wrong_values"]:
-            problems.append(
-                f"{own['wrong_values']} values of a product or an all-reduce are wrong on rank"
-                f" {rank} ({own['host']}), so its memory, network link or driver is faulty:"
-                " remove that node."
+        if wrong := own["wrong_values"]:
+            text = (
+                f"rank {rank} ({own['host']}) got {wrong} wrong value{'s' * (wrong > 1)} in a"
+                " product or an all-reduce, so its memory, network link or driver is faulty: remove"
+                " that node."
             )
-    problems += sorted({own["folder_problem"] for own in by_rank} - {""})
+            problems[text] = {own["host"]}
+    # a wrong value of one node reaches every rank, so it does not show which node is faulty
+    wrong = max(own["wrong_over_nodes"] for own in by_rank)
+    if wrong and not any(own["wrong_values"] for own in by_rank):
+        text = (
+            f"an all-reduce over all nodes gave {wrong} wrong value{'s' * (wrong > 1)}, and those"
+            " within each node gave none, so the network adapter or driver of some node is faulty:"
+            " run the preflight on fewer nodes to find it."
+        )
+        problems[text] = set()
+    for own in by_rank:
+        if text := own["folder_problem"]:
+            problems.setdefault(text, set()).add(own["host"])
     clocks = {own["clock"]: own["host"] for own in by_rank}
     skew = max(clocks) - min(clocks)
     if skew > MAX_CLOCK_SKEW_SECONDS:
-        problems.append(
-            f"the clock of {clocks[min(clocks)]} is {skew:.1f} s behind; the limit is"
+        last = clocks[min(clocks)]
+        text = (
+            f"the clock of {last} is {skew:.1f} s behind; the limit is"
             f" {MAX_CLOCK_SKEW_SECONDS:g} s. Start a time service (chrony) on every node."
         )
-    limited = (own["host"] for own in by_rank if own.get("pinned_bytes", -1) >= 0)
-    problems += [
-        f"{host} limits pinned memory, which InfiniBand needs: see ulimit in the Dockerfile."
-        for host in dict.fromkeys(limited)
-    ]
+        problems[text] = {last}
+    for host in [own["host"] for own in by_rank if own.get("pinned_bytes", -1) >= 0]:
+        text = f"{host} limits pinned memory, which InfiniBand needs: see ulimit in the Dockerfile."
+        problems[text] = {host}
     if "gpu" in by_rank[0]["agree"]:  # CPUs may be shared with other programs: not compared
-        speeds = {f"rank {rank} ({own['host']})": own["flops"] for rank, own in enumerate(by_rank)}
-        problems += slow(speeds, SLOW_GPU)
+        hosts = {f"rank {rank} ({own['host']})": own["host"] for rank, own in enumerate(by_rank)}
+        speeds = dict(zip(hosts, (own["flops"] for own in by_rank), strict=True))
+        slow_ranks = slow(speeds, SLOW_GPU, "FLOP/s")
+        problems |= {text: {hosts[name]} for text, name in slow_ranks.items()}
     return problems
 
 
@@ -315,6 +341,7 @@ def check(accelerator: Accelerator, config: Config) -> int:
     device = accelerator.device
     size = 256 * MB if device.type == "cuda" else 16 * MB
     own: dict[str, Any] = {"host": socket.gethostname(), "in_node": 0.0, "over_nodes": 0.0}
+    own["wrong_over_nodes"] = 0
     own["cpus"] = len(os.sched_getaffinity(0))
     if Path("/dev/infiniband").exists():
         own["pinned_bytes"] = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]  # -1: no limit
@@ -329,8 +356,7 @@ def check(accelerator: Accelerator, config: Config) -> int:
             own["wrong_values"] += wrong
         if len(nodes()) > 1:
             everyone = [*range(accelerator.num_processes)]
-            own["over_nodes"], wrong = all_reduce(device, size, [everyone])
-            own["wrong_values"] += wrong
+            own["over_nodes"], own["wrong_over_nodes"] = all_reduce(device, size, [everyone])
     with checking("pairs of nodes"):
         own["seconds"] = exchange_seconds(accelerator, size)
         accelerator.wait_for_everyone()
@@ -347,14 +373,17 @@ def report(by_rank: list[dict[str, Any]], size: int, config: Config) -> int:
     speeds = link_speeds([first["seconds"] for first in firsts], size)
     links = {(hosts[a], hosts[b]): speed for (a, b), speed in speeds.items()}
     note_blamed(sorted(blamed(by_rank, links)))
-    problems += slow({" and ".join(pair): speed for pair, speed in links.items()}, SLOW_LINK)
+    pairs = {" and ".join(pair): pair for pair in links}
+    slow_links = slow(dict(zip(pairs, links.values(), strict=True)), SLOW_LINK, "B/s")
+    problems |= {text: {*pairs[name]} for text, name in slow_links.items()}
+    bad_hosts = set().union(*problems.values())
     table = [["node", "ranks", "GPU", "CPUs", "clock", "product", "verdict"]]
     for first, ranks in zip(firsts, nodes(), strict=True):
         flops = min(by_rank[rank]["flops"] for rank in ranks)
         row = [first["host"], f"{ranks[0]} to {ranks[-1]}", first["agree"].get("gpu", "none")]
         row += [str(first["cpus"]), f"{first['clock'] - firsts[0]['clock']:+.2f} s"]
-        failed = any(first["host"] in problem for problem in problems)
-        row += [f"{flops / 1e12:.3g} TFLOP/s", "failed" if failed else "passed"]
+        verdict = "failed" if first["host"] in bad_hosts else "passed"
+        row += [f"{flops / 1e12:.3g} TFLOP/s", verdict]
         table.append(row)
     print_table("Nodes (CPUs of the first process; bf16 product of the slowest process)", table)
     bandwidths = {key: min(own[key] for own in by_rank) for key in ("in_node", "over_nodes")}
@@ -362,13 +391,15 @@ def report(by_rank: list[dict[str, Any]], size: int, config: Config) -> int:
         if bandwidths[key]:
             print(f"all-reduce of {size / MB:g} MB {name}: {bandwidths[key] / 1e9:.3g} GB/s")
     if links:
-        print(f"{len(links)} pair(s) of nodes, the slowest: {min(links.values()) / 1e9:.3g} GB/s")
+        print(f"pairs of nodes: {len(links)}, the slowest: {min(links.values()) / 1e9:.3g} GB/s")
     for problem in problems:
         print(f"error: {problem}", file=sys.stderr)
     print(f"preflight {'failed' if problems else 'passed'}", flush=True)
     if not problems:
         record = {f"{key}_bytes_per_second": speed for key, speed in bandwidths.items()}
-        write_atomically(Path(config.runs_folder) / "preflight.json", json.dumps(record) + "\n")
+        path = Path(config.runs_folder) / "preflight.json"
+        with writing(path.parent):
+            write_atomically(path, json.dumps(record) + "\n")
     return 1 if problems else 0
 
 

@@ -1,9 +1,10 @@
-"""Read a run folder, as docs/run-folder.md describes it, and format its times and numbers.
+"""Read a run folder, as docs/run-folder.md describes it, and format numbers and tables.
 
 The run may be under way, come from someone else or be damaged. What is missing or damaged is left
 out and named in `problems`.
 """
 
+import json
 import math
 import os
 from collections import deque
@@ -15,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from ..failures import Failure, exit_with_error
-from ..files import ConfigError, Json, read_yaml
+from ..files import ConfigError, Json, is_number, read_yaml
 from ..run_files import (
     RUN_FORMAT,
     Record,
@@ -96,12 +97,13 @@ class Run:
         return by_launch
 
     def each_record(self, name: str = "metrics.jsonl") -> Iterator[Record]:
-        """Yield the records of a file one by one, and damaged ones."""
+        """Yield the records of a file one by one, damaged ones too."""
         path = self.folder / name
         try:
             yield from each_record(path)
         except OSError:
-            yield from [Record()] * os.path.lexists(path)  # it is a link, a folder or not readable
+            if os.path.lexists(path):  # a link, a folder, or a file that cannot be read
+                yield Record()  # as a damaged line
 
 
 def read_run(folder: Path) -> Run:
@@ -124,8 +126,12 @@ def read_folder(folder: Path) -> Run:
     if state == "running" and is_locked(folder) is False:
         state = "interrupted"
     run = Run(folder=folder, status=status, state=state, info=info, settings={})
-    with suppress(ConfigError):
-        run.settings = flat(read_yaml(folder / "config.yaml", follow=False))
+    # TypeError, RecursionError: what JSON cannot represent, such as a date as key, or a list in
+    # itself
+    with suppress(ConfigError, TypeError, ValueError, RecursionError):
+        settings = read_yaml(folder / "config.yaml", follow=False)
+        json.dumps(settings, default=str)
+        run.settings = flat(settings)
     damaged = {
         "config.yaml": not run.settings,
         "status.json": not status.outcome,
@@ -135,8 +141,10 @@ def read_folder(folder: Path) -> Run:
         if is_damaged:
             run.problems.append(f"{name} is missing or damaged, so its content is not known.")
     if info.launch and info.format != RUN_FORMAT:
-        problem = f"run.json has format {info.format} of a run folder, but this version reads"
-        run.problems.append(f"{problem} format {RUN_FORMAT}: unknown fields are left out.")
+        run.problems.append(
+            f"run.json says that the run folder has format {info.format}, but this version of the"
+            f" project reads format {RUN_FORMAT}: unknown fields are left out."
+        )
     return run
 
 
@@ -155,14 +163,14 @@ def read_records(run: str | Path) -> list[dict[str, Json]]:
     return [record.to_json() for record in read_run(Path(run)).intact_records()]
 
 
-def valid_time(seconds: float) -> float:
+def valid_time(seconds: Any) -> float:
     """Return a time in seconds since 1970; 0 if it is not a possible time."""
-    return seconds if 0 < seconds < 1e11 else 0.0
+    return seconds if is_number(seconds) and 0 < seconds < 1e11 else 0.0
 
 
 def is_run(folder: Path) -> bool:
     """Return whether a folder holds any part of a run."""
-    return any((folder / name).exists() for name in PARTS_OF_A_RUN)
+    return any(os.path.exists(folder / name) for name in PARTS_OF_A_RUN)  # False if not permitted
 
 
 def run_tool(main: Callable[[], None]) -> None:
@@ -172,14 +180,16 @@ def run_tool(main: Callable[[], None]) -> None:
     except ConfigError as error:
         exit_with_error(error)
     except OSError as error:
-        exit_with_error(ConfigError(f"{error.filename}: {error.strerror}."))
+        where = f"{error.filename}: " if error.filename else ""
+        exit_with_error(ConfigError(f"{where}{error.strerror or error}."))
 
 
 # ---- how numbers and times are shown -------------------------------------------------------------
 def format_number(value: float | None) -> str:
-    """Format a number in four digits: 0.4312, 3021, 31.2k, 1.21M; "not finite" for NaN or None."""
+    """Round to four digits: 0.4312, 3021, 31.2k, 1.21M; "not finite" for NaN, infinity or None."""
     if value is None or not math.isfinite(value):
         return "not finite"
+    value = float(f"{value:.4g}")
     for unit, suffix in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
         if abs(value) >= max(unit, 1e4):
             return f"{value / unit:.4g}{suffix}"

@@ -1,6 +1,7 @@
 """Print the commands that restore the code and the environment of a run and train it again."""
 
 import hashlib
+import os
 import re
 import shlex
 from collections.abc import Iterator
@@ -29,7 +30,9 @@ def print_commands(folder: Path) -> None:
         kept = from_object(Kept, read_json(path / "start.json"))
     if kept is None or not (kept.commit or kept.files):
         raise ConfigError(f"{path} does not have the code of a start: it was not kept, or is gone.")
-    is_sound = re.fullmatch(r"[\w.]+", kept.package) and re.fullmatch(r"\d[\d.]+\w*", kept.python)
+    is_sound = re.fullmatch(r"[\w.]+", kept.package) and re.fullmatch(
+        r"\d[\d.]+[\w+]*", kept.python
+    )
     if not (is_sound and re.fullmatch("[0-9a-f]{7,64}", kept.commit or "0" * 40)):
         raise ConfigError(f"{path / 'start.json'} is damaged.")
     path = path.absolute()
@@ -62,17 +65,23 @@ def code_lines(kept: Kept, path: Path, name: str) -> Iterator[str]:
     """Yield the commands that restore the code in a folder of this name."""
     yield note(f"the code of the start {path.name}")
     if kept.commit:
-        source = kept.repository if Path(kept.repository).is_dir() else kept.remote
+        is_here = Path(kept.repository).is_dir()
+        source = kept.repository if is_here or not kept.remote else kept.remote
         if source != kept.remote and kept.remote:
             yield note(f"the same repository: {kept.remote}")
+        if not (is_here or kept.remote):
+            yield note("WARNING: this repository is not here, and it had no remote: copy it here")
         yield line("git", "clone", "--quiet", "--no-checkout", "--", source, name)
         yield line("cd", "--", name)
         yield line("git", "checkout", "--quiet", "--detach", kept.commit)
     else:
         yield line("mkdir", "--", name)
         yield line("cd", "--", name)
-    for folder, commit in kept.submodules.items():
-        yield line("git", "submodule", "--quiet", "update", "--init", "--", folder)
+    for folder, commit in kept.submodules.items():  # a nested one after the one that has it
+        outer = [other for other in kept.submodules if folder.startswith(f"{other}/")]
+        parent = max(outer, key=len, default=".")
+        name = os.path.relpath(folder, parent)
+        yield line("git", "-C", parent, "submodule", "--quiet", "update", "--init", "--", name)
         yield line("git", "-C", folder, "checkout", "--quiet", "--detach", commit)
     if "code.patch" in kept.files:
         yield line("git", "apply", "--whitespace=nowarn", str(path / "code.patch"))
@@ -102,19 +111,25 @@ def run_lines(kept: Kept, info: RunInfo, folder: Path) -> Iterator[str]:
     if kept.folder != ".":
         yield line("mkdir", "-p", "--", kept.folder)
         yield line("cd", "--", kept.folder)
-    if (hosts := len({*info.hosts})) > 1:
-        yield note(f"{len(info.hosts)} processes ran on {hosts} hosts: run this on each host")
     words = train_words(kept.package, info, str(folder / "config.yaml"))
+    if (hosts := len({*info.hosts})) > 1:
+        own = [
+            w.partition("=")[0] for w in words if w.startswith(("--machine_rank", "--node_rank"))
+        ]
+        each = f"run this on each host{', with its own ' * bool(own)}{' '.join(own)}"
+        yield note(f"{len(info.hosts)} processes ran on {hosts} hosts: {each}")
     yield line(*words, "--run_name", f"{folder.name}-again")
 
 
 def train_words(package: str, info: RunInfo, config: str) -> list[str]:
     """Return the command that trains a config, launched in the same way as the run."""
     launcher, train, count = [*info.launcher], f"{package}.train", str(len(info.hosts) or 1)
+    hosts = list(dict.fromkeys(info.hosts))
     if train in launcher:  # accelerate launch, or the launcher of the project
         words = launcher[: launcher.index(train) + 1]
-        if "launch" in words:
-            words = ["accelerate", *words[words.index("launch") :]]
+        at = words.index("launch") if "launch" in words else 0
+        if at and words[at - 1] != package:  # else it is a command of the project
+            words = ["accelerate", *words[at:]]
         else:
             words = ["python", *words[1:]]
         return [*words, "--config", config]
@@ -122,6 +137,11 @@ def train_words(package: str, info: RunInfo, config: str) -> list[str]:
         where = re.search(r"\0--where[=\0]([^\0]*)", "\0".join(launcher))
         chosen = ["--where", where[1]] if where else []
         return ["python", "-m", package, "train", config, "--num_processes", count, *chosen]
+    if len(hosts) > 1:
+        local = str(-(-len(info.hosts) // len(hosts)))
+        words = ["torchrun", "--nnodes", str(len(hosts)), "--nproc_per_node", local]
+        words += ["--rdzv_backend", "c10d", "--rdzv_endpoint", f"{hosts[0]}:29500"]
+        return [*words, "-m", train, "--config", config]
     if count != "1":
         return ["torchrun", "--nproc_per_node", count, "-m", train, "--config", config]
     return ["python", "-m", train, "--config", config]

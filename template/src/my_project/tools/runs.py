@@ -11,6 +11,7 @@ Each run's settings are compared with those of the first run in the list that ha
 run that is under way is not disturbed.
 """
 
+import json
 import math
 import sys
 import textwrap
@@ -74,7 +75,7 @@ def _read_results(path: Path, metric: str) -> tuple[int, list[float]]:
     except OSError:
         return 0, []
     steps = (record.step for line in reversed(lines) if (record := parse_record(line)).step >= 0)
-    name = f'"{metric}":'.encode()
+    name = f"{json.dumps(metric)}:".encode()
     values = [parse_record(line).number(metric) for line in lines if name in line]
     return next(steps, 0), [value for value in values if not math.isnan(value)]
 
@@ -101,7 +102,7 @@ def differences(runs: list[Summary]) -> list[list[str]]:
     first_of_recipe: dict[Any, dict[str, Any]] = {}
     differing = []
     for settings in (summary.run.settings for summary in runs):
-        reference = first_of_recipe.setdefault(settings.get("recipe"), settings)
+        reference = first_of_recipe.setdefault(str(settings.get("recipe")), settings)
         names = [name for name in settings | reference if not name.startswith(ignored)]
         names = sorted(name for name in names if settings.get(name) != reference.get(name))
         differing.append([f"{name}={settings.get(name)}" for name in names])
@@ -117,24 +118,25 @@ def print_runs(runs: list[Summary]) -> None:
     # in a pipe no line is wrapped, so that programs can read the output
     width = None if sys.stdout.isatty() else 10_000
     console = Console(soft_wrap=True, width=width, markup=False, emoji=False)
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for name in COLUMNS:
-        table.add_column(name, no_wrap=True)
     rows = [table_row(*pair) for pair in zip(runs, differences(runs), strict=True)]
     widths = [max(map(len, column)) for column in zip(COLUMNS, *rows, strict=True)]
-    is_narrow = sum(widths) + 2 * len(widths) > console.width
+    if sum(widths) + 2 * len(widths) <= console.width:
+        table = Table(box=None, pad_edge=False, header_style="bold")
+        for name in COLUMNS:
+            table.add_column(name, no_wrap=True)
+        for (name, state, *cells, differing), summary in zip(rows, runs, strict=True):
+            color = COLORS.get(summary.run.state, "yellow")
+            table.add_row(name, Text(state, color), *cells, Text(differing, "dim"))
+        console.print(table)
+        return
     for (name, state, *cells, differing), summary in zip(rows, runs, strict=True):
         color = COLORS.get(summary.run.state, "yellow")
-        table.add_row(name, Text(state, color), *cells, Text(differing, "dim"))
-        if is_narrow:
-            step, best, goodput, age = cells
-            console.print(Text(name, "bold"))
-            facts = filter(None, (step, best, goodput and f"goodput {goodput}", f"{age} ago"))
-            console.print(Text("  ").append(state, color).append(f"  {'  '.join(facts)}"))
-            for line in textwrap.wrap(differing, console.width - 2, **WHOLE_WORDS):
-                console.print(Text(f"  {line}", "dim"))
-    if not is_narrow:
-        console.print(table)
+        step, best, goodput, age = cells
+        console.print(Text(name, "bold"))
+        facts = filter(None, (step, best, goodput and f"goodput {goodput}", f"{age} ago"))
+        console.print(Text("  ").append(state, color).append(f"  {'  '.join(facts)}"))
+        for line in textwrap.wrap(differing, console.width - 2, **WHOLE_WORDS):
+            console.print(Text(f"  {line}", "dim"))
 
 
 def table_row(summary: Summary, differing: list[str]) -> list[str]:
@@ -158,7 +160,8 @@ def main() -> None:
     parser.add_argument("--reproduce", type=Path, help="print the commands that repeat this run")
     arguments = parser.parse_args()
     if arguments.reproduce:
-        raise SystemExit(reproduce.print_commands(arguments.reproduce))
+        reproduce.print_commands(arguments.reproduce)
+        return
     print_runs(runs := list_runs(arguments.folder))
     for run in (summary.run for summary in runs):
         for problem in run.problems:

@@ -1,9 +1,10 @@
 """Simulate one step of rank 0 on a cluster that need not exist, for planner.py.
 
-The recipe's model takes a real step in one process, with fake tensors and torch's fake process
-group (in which no other rank answers). Depending on the accelerate config, the loop's own function
-shards the model, or the gradients are in buckets as with DDP. The memory of each kind, every
-collective and the FLOPs are counted. Tensors have no values, so there is neither a loss nor a time.
+The recipe's model takes a step in one process, with fake tensors, which have a shape but no values,
+and torch's fake process group, which communicates with no other process. Depending on the
+accelerate config, the loop's own function shards the model, or the gradients are in buckets as with
+DDP. The memory of each kind, every collective and the FLOPs are counted. There is neither a loss
+nor a time.
 
 Not simulated: torch.compile, SyncBatchNorm's collectives, the scaler of fp16, what CUDA and NCCL
 allocate, fragmentation.
@@ -48,6 +49,7 @@ from ..launching import launch
 from ..launching.train import find_where
 from ..loading import prepare
 from ..loading.layout import (
+    BatchLayout,
     batch_layout,
     is_stream,
 )
@@ -59,14 +61,14 @@ from ..settings import parse
 CHUNKS = "torch.distributed.fsdp._fully_shard._fsdp_param._chunk_with_empty"
 KINDS = {  # the kinds of memory that are printed, and what torch's trackers call them
     "state": ("Parameter", "Sharded Param", "Buffer", "Optstate", "OptState", "Inputs"),
-    "gradients": ("Gradient", "Sharded Grad", "Unsharded Grad", "Other"),  # other: DDP's buckets
+    "gradients": ("Gradient", "Sharded Grad", "Unsharded Grad", "Other"),  # Other: DDP's buckets
     "activations": ("Activation", "Temp"),
     "gathered": ("Unsharded Param", "All Gather", "Reduce Scatter"),
 }
 # Environment variables that describe this machine, not the node that is simulated.
 OF_THIS_MACHINE = re.compile(r"ACCELERATE_|FSDP_|PARALLELISM_CONFIG_|CUDA_VISIBLE_DEVICES$")
-# Torch 2.10 also counts the whole tensors from which DTensor infers the shapes of the optimizer's
-# results.
+# To infer the shapes of the optimizer's results, DTensor makes whole tensors. The trackers of older
+# versions of torch count their memory.
 SHARDED_SINCE = "2.15"
 OPERATIONS = ("all-gather", "all-reduce", "reduce-scatter")
 READ_SAMPLES = 8  # a larger micro-batch repeats them
@@ -84,7 +86,8 @@ class Collective:
     group_size: int
     group_per_node: int  # ranks of the group on one node
     number: int
-    size_bytes: int  # sum of the whole tensors: after a gather, before a reduction or scatter
+    # sum over the collectives: of the gathered tensors, or of the tensors before the reduction
+    size_bytes: int
 
     @property
     def is_in_node(self) -> bool:
@@ -160,6 +163,18 @@ class Simulator:
         data_info = prepare.prepare_data(self.config)
         return data_info, contract.build_datasets(self.config.recipe, data_info)[0]
 
+    def accepts(self, kind: str, layout: BatchLayout) -> bool:
+        """Return whether training with a kind (planner.KINDS) accepts a layout."""
+        static_graph = self.config.distributed.ddp.get("static_graph")
+        is_ddp = kind == "DDP" and layout.world_size > 1
+        if is_ddp and static_graph and layout.accumulation > 1:
+            return False
+        lanes = 0
+        if is_stream(data := self.data[1]):
+            lanes = data.lanes  # of a stream
+        size, parts = layout.global_batch_size, layout.micro_batches
+        return not lanes or size % lanes == lanes % parts == 0
+
     def step(
         self,
         where: str,
@@ -178,7 +193,7 @@ class Simulator:
             accumulation: micro-batches of a step, if micro_batch is given.
 
         Raises:
-            ConfigError: the launch would be refused.
+            ConfigError: the launch would be refused, or this torch cannot simulate it.
             RuntimeError: the recipe reads the value of a tensor.
         """
         config = self.config
@@ -188,6 +203,11 @@ class Simulator:
         launched = launch.parse([*words, "-m", launch.TRAIN, *self.arguments])
         if not micro_batch:
             layout = batch_layout(config.batches, world_size)
+            if not self.accepts("", layout):
+                raise ConfigError(
+                    f"the stream's lanes do not fit {layout}: choose another"
+                    " batches.micro_batch_size."
+                )
             micro_batch, accumulation = layout.micro_batch_size, layout.accumulation
         precision = config.precision or launched.precision
         gpus = {"is_available": lambda: launched.gpus > 0, "device_count": lambda: launched.gpus}
@@ -196,7 +216,7 @@ class Simulator:
             with patch.multiple(torch.accelerator, **gpus):
                 check_launch(config)
             with FakeTensorMode(allow_non_fake_inputs=True) as fake, patch(CHUNKS, _first_chunk):
-                step = _Step(config, world_size, precision, data_info)
+                step = _Step(config, world_size, precision, data_info, accumulation)
                 batch = _batch(config, train_set, micro_batch, fake)
                 counted = _count(step, batch, accumulation, gpus_per_node)
         return Simulation(
@@ -213,7 +233,7 @@ class Simulator:
 
 
 def _first_chunk(tensor: torch.Tensor, num_chunks: int, dim: int) -> list[torch.Tensor]:
-    """Return only rank 0's part: thousands of fake tensors for each parameter take minutes."""
+    """Return only rank 0's part: making the parts of thousands of ranks would take minutes."""
     return [tensor.narrow(dim, 0, -(-tensor.size(dim) // num_chunks))]
 
 
@@ -242,6 +262,8 @@ def _batch(config: Config, train_set: Dataset, micro_batch: int, fake: FakeTenso
         if is_stream(train_set):
             data = list(islice(train_set.lane(0, 0, config.seed), count))  # of a stream
         samples = [data[index] for index in range(min(count, len(data)))]
+    if not samples:
+        raise ConfigError("the training set has no samples, so no step can be simulated.")
     samples = [samples[index % len(samples)] for index in range(micro_batch)]
     collate = getattr(config.recipe, "collate", None) or default_collate
     try:
@@ -257,7 +279,12 @@ class _Step:
     """The model, the optimizer and the step of rank 0."""
 
     def __init__(
-        self, config: Config, world_size: int, precision: str, data_info: DataInfo
+        self,
+        config: Config,
+        world_size: int,
+        precision: str,
+        data_info: DataInfo,
+        accumulation: int,
     ) -> None:
         """Build and prepare the model and its optimizer as train.py does."""
         self.recipe = config.recipe
@@ -278,6 +305,7 @@ class _Step:
         blocks.checkpoint_activations_of_blocks(config, self.raw_model, accelerator)
         self.optimizer = optim.build_optimizer(config.optim, config.recipe, self.raw_model)
         self.buckets: list[torch.Tensor] = []
+        self.are_views = False  # whether gradients are in the buckets
         if self.is_sharded:
             self.model: Any = sharding.wrap_for_sharding(
                 accelerator, config, self.raw_model, self.optimizer, None
@@ -285,15 +313,21 @@ class _Step:
         else:
             self.model = contract.RecipeModule(self.raw_model)
             if self.world_size > 1:
-                self._make_buckets(ddp_options(config))
+                self._make_buckets(ddp_options(config), accumulation)
         self.ema: Any = None
         if config.optim.ema_decay:
             self.ema = EMA(self.raw_model, config.optim.ema_decay)
             for index, average in enumerate(self.ema.averages):  # the trackers count buffers
                 self.model.register_buffer(f"ema_{index}", average)
 
-    def _make_buckets(self, options: Any) -> None:
-        """Make the gradients views of buckets, as DDP does: DDP itself would read tensor values."""
+    def _make_buckets(self, options: Any, accumulation: int) -> None:
+        """Make DDP's buckets, and gradients that are views of them: DDP would read tensor values.
+
+        As in parallel.keep_gradients_in_buckets, gradients may also accumulate outside the buckets.
+        """
+        may_be_none = options.find_unused_parameters or optim.has_sparse_gradients(self.raw_model)
+        is_outside = accumulation > 1 and may_be_none
+        self.are_views = options.gradient_as_bucket_view and not is_outside
         is_bf16 = options.comm_hook.value == "bf16"
         self.sent_dtype = torch.bfloat16 if is_bf16 else torch.float32
         self.synced_buffers = [*self.raw_model.buffers()] if options.broadcast_buffers else []
@@ -302,16 +336,21 @@ class _Step:
         for bucket in dist._compute_bucket_assignment_by_size(trained, limits)[0]:  # type: ignore
             sizes = [trained[index].numel() for index in bucket]
             self.buckets.append(trained[bucket[0]].new_zeros(sum(sizes)))
-            for index, part in zip(bucket, self.buckets[-1].split(sizes), strict=True):
+            parts = self.buckets[-1].split(sizes)
+            for index, part in zip(bucket, parts, strict=True) if self.are_views else ():
                 trained[index].grad = part.view_as(trained[index])
 
     def micro_batch(self, batch: Any, *, is_last: bool) -> None:
-        """Run forward and backward on a micro-batch; with the last one, reduce the gradients."""
+        """Run forward and backward on a micro-batch.
+
+        DDP reduces the gradients after the last one, FSDP2 in every backward pass. HSDP adds up
+        those of all nodes in the last one.
+        """
         is_cast = bool(self.dtype) and not self.is_sharded
         with parallel.gradient_sync(self.model, is_last=is_last):
             with torch.autocast("cpu", self.dtype, enabled=is_cast):
                 loss_sum, *_ = self.model(self.recipe.loss, batch, 0)
-            if is_last and self.world_size > 1:  # the sums of loss and items, and two votes
+            if is_last and self.world_size > 1:  # the sums of losses and items, and two votes
                 dist.all_reduce(torch.zeros(4, dtype=torch.float64))
             loss_sum.backward()
         if is_last and self.buckets:
@@ -330,18 +369,17 @@ class _Step:
         torch._foreach_mul_(gradients, norm.float())  # type: ignore[attr-defined]
         del gradients
         self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=not self.buckets)
+        self.optimizer.zero_grad(set_to_none=not self.are_views)
         if self.ema:
             self.ema.update()
 
 
 def _accelerator(precision: str, world_size: int, *, is_sharded: bool) -> Any:
-    """Return an object with the attributes of an Accelerator that sharding.py reads."""
+    """Return an object with the attributes of an Accelerator that sharding and blocks read."""
     accelerator: Any = SimpleNamespace(
         state=SimpleNamespace(fsdp_plugin=None),
         mixed_precision=precision,
         num_processes=world_size,
-        is_main_process=True,
         device=CPU,
     )
     if is_sharded:
@@ -396,7 +434,7 @@ def _count(step: _Step, batch: Any, accumulation: int, gpus_per_node: int) -> di
 
 
 class _NoPeaks(WeakIdKeyDictionary):
-    """The notes of a tracker for each module, without peaks, which take most of its time."""
+    """What a tracker keeps for each module, but without peaks: to find them takes most time."""
 
     def values(self) -> Any:
         return ()
@@ -413,7 +451,7 @@ class _Recorder(TorchDispatchMode):
         self.sizes: Counter[tuple[str, tuple[int, ...]]] = Counter()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if DTensor in types:  # this mode then sees the operations on the local tensors
+        if DTensor in types:  # it then calls this function for the operations on local tensors
             return NotImplemented
         self.operations += 1
         if self.operations % OPERATIONS_PER_COLLECTION == 0:

@@ -1,8 +1,9 @@
 """Mark a loss or a gradient norm that is far above its running median.
 
 A value is marked if it is above the median of the last values by more than DEVIATIONS times their
-median absolute deviation, and by more than TAILS times the distance of their 95th percentile from
-the median, since small batches have long upper tails. So the same rule serves smooth and noisy
+standard deviation, which is estimated from the median absolute deviation, and by more than TAILS
+times the distance of their 95th percentile from the median, since small batches have long upper
+tails. So the same rule serves smooth and noisy
 curves. A curve that falls, as at the start, is below its median and is not marked. A curve that
 stays high after a jump is marked once: half a window later, the median is high too.
 """
@@ -18,13 +19,14 @@ MIN_VALUES = 32  # nothing is marked before there are this many
 DEVIATIONS = 8.0
 TO_SIGMA = 1.4826  # the median absolute deviation times this is the sigma of a normal distribution
 TAILS = 3.0
-MIN_RELATIVE = 0.02  # minimum deviation relative to the median: less is noise, on flat curves too
-MIN_ABSOLUTE = 1e-9  # minimum deviation, for a median of 0
-PAUSE = WINDOW // 2  # this many values after a marked value are not marked
+# The standard deviation is taken as at least this share of the median, since flat curves have noise
+MIN_RELATIVE = 0.02
+MIN_ABSOLUTE = 1e-9  # the same for a median of 0
+PAUSE = WINDOW // 2  # the next value that can be marked comes this many values later
 
 
-def spikes(values: Iterable[float]) -> Iterator[tuple[int, float]]:
-    """Yield the index of each value that is marked, and the median of the values before it.
+def spikes(values: Iterable[float]) -> Iterator[int]:
+    """Yield the index of each value that is marked.
 
     Args:
         values: from the records of a run, in their order; values that are not finite are skipped.
@@ -37,7 +39,7 @@ def spikes(values: Iterable[float]) -> Iterator[tuple[int, float]]:
             continue
         if index >= quiet_until and len(ordered) >= MIN_VALUES and is_far(value, ordered):
             quiet_until = index + PAUSE
-            yield index, median(ordered)
+            yield index
         if len(window) == WINDOW:
             del ordered[bisect_left(ordered, window.popleft())]
         window.append(value)

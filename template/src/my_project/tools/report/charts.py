@@ -1,4 +1,4 @@
-"""Draw the charts of the report: lines are SVG, text is HTML, and there is no script.
+"""Draw the charts of the report: lines are SVG, text is HTML.
 
 The SVG of a plot is stretched to the width of the page, but its strokes are not (vector-effect).
 Labels are HTML, positioned in percent, so that text has the same size on a phone and on a large
@@ -82,7 +82,7 @@ def step_axis(last: int) -> Axis:
 
 
 def value_axis(values: np.ndarray, *, from_zero: bool) -> Axis:
-    """Return the axis of values, with a log scale if they are positive and span a large range.
+    """Return the axis of values, with a log scale for a large range of positive values.
 
     Args:
         values: at least one of them is finite.
@@ -90,7 +90,9 @@ def value_axis(values: np.ndarray, *, from_zero: bool) -> Axis:
     """
     values = values[np.isfinite(values)]
     positive = values[values > 1e-290]
-    is_log = not from_zero and len(positive) >= 0.99 * len(values)  # zeros are at the lower end
+    is_log = not from_zero and len(positive) >= 0.99 * len(
+        values
+    )  # the others are at the lower end
     if not is_log or positive.max() <= LOG_RATIO * positive.min():
         low = float(values.min())
         return linear_axis(min(low, 0.0) if from_zero else low, float(values.max()))

@@ -47,7 +47,7 @@ class Start:
     world_size: int
     hosts: Counter[str]
     last: int  # the step of its last record
-    changed: str = ""  # numerics
+    changed: str = ""  # the numerics that differ from those of the start before
     end: str = ""  # how it ended
 
 
@@ -120,15 +120,15 @@ def read_history(folder: Path) -> History:
             history.starts[-1].last = record.step
         history.last = record
     if max((start.world_size for start in history.starts), default=1) == 1:
-        columns = {name: columns[name] for name in columns.keys() - {*RANK_COLUMNS}}
+        columns = {name: columns[name] for name in columns if name not in RANK_COLUMNS}
     if columns["items_per_second"] == columns["samples_per_second"]:  # an item is a sample
         del columns["items_per_second"]
     curves = {name: np.frombuffer(column) for name, column in columns.items() if column}
     history.curves = {name: values for name, values in curves.items() if np.isfinite(values).any()}
     history.steps = history.curves.pop("step", history.steps)
-    if damaged or (history.run.status.step and not history.last.step):
-        problem = f"metrics.jsonl is missing or damaged: {damaged:,} line(s) are left out."
-        history.run.problems.append(problem)
+    if damaged or (history.run.status.step and not history.last.kind):
+        lines = f", damaged lines that are left out: {damaged:,}" * bool(damaged)
+        history.run.problems.append(f"metrics.jsonl is missing or damaged{lines}.")
     note_followed(history)
     return history
 

@@ -108,8 +108,8 @@ class Html(str):
 def escape(value: object, max_characters: int = 300) -> str:
     """Return a value as text that is safe in HTML and in a quoted attribute.
 
-    Characters that are not printable, such as those that reverse the direction of text, are
-    replaced; longer texts are cut.
+    Replace characters that are not printable, such as those that reverse the direction of text, and
+    cut a text that is longer than `max_characters`.
     """
     if isinstance(value, Html):
         return value
@@ -124,7 +124,7 @@ def table(head: Sequence[object], rows: Sequence[Sequence[object]]) -> str:
     lines = [("th", head), *(("td", row) for row in rows[:MAX_ROWS])]
     texts = ["".join(f"<{tag}>{escape(cell)}</{tag}>" for cell in row) for tag, row in lines]
     body = "".join(f"<tr>{text}</tr>" for text in texts if text)
-    rest = f"<p>{len(rows) - MAX_ROWS} more rows are left out.</p>" * (len(rows) > MAX_ROWS)
+    rest = f"<p>Rows left out: {len(rows) - MAX_ROWS}.</p>" * (len(rows) > MAX_ROWS)
     return f'<div class="scroll"><table>{body}</table></div>{rest}' if rows else ""
 
 

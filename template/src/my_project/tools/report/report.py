@@ -20,14 +20,15 @@ from ..reader import run_tool
 from .page import GENERATOR, page
 
 MAX_RUNS = 8  # the number of colors that are easy to tell apart
-LONG_NAME = 20  # characters; names up to this length are not shortened
+LONG_NAME = 20  # characters; if no name is longer, all names stay whole
 
 
 def write_report(folders: list[Path], output: str | None = None) -> Path:
     """Read runs and write their report; return its path.
 
     Raises:
-        ConfigError: a folder is not a run folder, or the report cannot be written there.
+        ConfigError: no run or too many are given, a folder is not a run folder, or the report
+            cannot be written.
     """
     from .history import read_history  # both modules import numpy
     from .sections import body
@@ -60,7 +61,7 @@ def is_report(path: Path) -> bool:
 
 
 def shorten(names: list[str]) -> list[str]:
-    """Return names without the words with which all of them begin or end, if any name is long.
+    """If any name is long, leave out the first and last words that all names share.
 
     A name that has no other words stays whole. If two short names are equal, all names stay whole.
     """

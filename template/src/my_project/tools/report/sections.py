@@ -20,9 +20,9 @@ from .charts import Axis, Line, chart, key, step_axis
 from .history import PHASES, History, number, text
 from .page import Html, escape, table
 
-MAX_METRICS = 12  # charts of results
-MAX_EVENTS = 25  # rows in a table of events; the newest are shown
-MAX_WORDS = 500  # of a command
+MAX_METRICS = 12  # charts of results; the same number of charts of the recipe's scalars
+MAX_EVENTS = 25  # evaluations (the newest are shown), their results, findings, pictures
+MAX_WORDS = 500  # of a list of texts, such as a command
 PICTURE_BYTES, PICTURES_BYTES = 100_000, 150_000  # limits of one picture, and of all together
 REMARKS = {
     "running": "This page shows the run as it was when the page was written.",
@@ -35,8 +35,8 @@ SPEED = (  # title, column, factor
     ("Model FLOPs utilization (MFU), %", "mfu", 100),
     ("Peak memory of a rank, GiB", "peak_memory_bytes", 2**-30),
     ("Data wait of rank 0, % of the time", "data_share", 100),
-    ("Data wait and forward pass of the slowest rank, s per step", "rank_seconds_max", 1),
-    ("The same of the median rank, s per step", "rank_seconds_median", 1),
+    ("Time to the end of the last forward pass, slowest rank, s", "rank_seconds_max", 1),
+    ("Time to the end of the last forward pass, median rank, s", "rank_seconds_median", 1),
     ("GPU utilization, mean of the ranks, %", "gpu_utilization", 1),
 )
 
@@ -72,7 +72,7 @@ def paragraphs(*texts: str) -> str:
 
 # ---- the top -------------------------------------------------------------------------------------
 def by_run(runs: list[str], columns: list[dict[str, str]]) -> str:
-    """Return a table with a column for each run, without empty rows; several columns get heads."""
+    """Return a table with a column for each run, without empty rows; one column has no head."""
     names = dict.fromkeys(name for column in columns for name in column)
     rows = [[name, *(column.get(name, "") for column in columns)] for name in names]
     heads = [Html(key(f"c{i}") + escape(name)) for i, name in enumerate(runs)]
@@ -133,7 +133,7 @@ def remarks(run: History) -> str:
 
 
 def command(run: History) -> str:
-    """Return the command as it was typed, if run.json has it; lines break only between words."""
+    """Return the command of the launcher, or else of rank 0; lines break only between words."""
     typed = words(run.run.info.launcher or run.run.info.command)
     typed = [Path(word).name for word in typed[:1]] + typed[1:]
     spans = (f"<span>{escape(shlex.quote(word), 2000)}</span>" for word in typed)
@@ -147,7 +147,7 @@ def words(value: Any) -> list[str]:
 
 # ---- charts --------------------------------------------------------------------------------------
 def column(runs: list[History], name: str, label: str = "", factor: float = 1) -> list[Line]:
-    """Return a line for each run, from one column of its intervals; label names a single run."""
+    """Return a line for each run with this column; `label` names the line of a single run."""
     return [
         Line(label if len(runs) == 1 else run.short, run.steps, run.curves[name] * factor, color)
         for color, run in enumerate(runs)
@@ -167,11 +167,14 @@ def results(runs: list[History], name: str, first_color: int = 0) -> list[Line]:
 
 
 def steps_to_mark(runs: list[History], name: str) -> dict[str, list[float]]:
-    """Return the steps to mark in a column's chart: skipped and spikes; for one run also events."""
+    """Return the steps to mark in the chart of a column, by a key of charts.RULES.
+
+    The report of several runs has only the marks of skipped steps and spikes.
+    """
     marks = {"skipped": [step for run in runs for step in run.skipped], "spike": []}
     for run in runs:
         marked = spikes(run.curves.get(name, np.zeros(0)).tolist())
-        marks["spike"] += [run.steps[index] for index, _ in marked]
+        marks["spike"] += [run.steps[index] for index in marked]
     if len(runs) == 1:
         marks["restart"] = [start.record.step for start in runs[0].starts[1:]]
         marks["checkpoint"] = [record.step for record in runs[0].checkpoints]
@@ -189,8 +192,8 @@ def learning(runs: list[History], x: Axis, groups: int) -> str:
     for color, name in enumerate(losses, 1):
         loss += results(runs, name, color)
     lines = {"Loss": loss} | {name: results(runs, name) for name in names[:MAX_METRICS]}
-    scalars = dict.fromkeys(name for run in runs for name in run.curves if "/" in name)
-    lines |= {name: column(runs, name) for name in [*scalars][:MAX_METRICS]}
+    scalars = list(dict.fromkeys(name for run in runs for name in run.curves if "/" in name))
+    lines |= {name: column(runs, name) for name in scalars[:MAX_METRICS]}
     lines["Gradient norm"] = column(runs, "gradient_norm", "before clipping")
     columns = {"Loss": "loss", "Gradient norm": "gradient_norm"}
     marks = {title: steps_to_mark(runs, name) for title, name in columns.items()}
@@ -198,17 +201,20 @@ def learning(runs: list[History], x: Axis, groups: int) -> str:
     charts.append(chart("Learning rate", column(runs, "learning_rate"), x, groups, from_zero=True))
     notes = [skipped(run) for run in runs]
     notes.append("Nothing is recorded yet." * (not any(charts)))
-    if not_drawn := ", ".join(names[MAX_METRICS:]):
-        notes.append(f"Not drawn, since a page shows {MAX_METRICS} metrics: {not_drawn}.")
+    for kind, all_names in (("metrics", names), ("scalars of the recipe", scalars)):
+        if not_drawn := ", ".join(all_names[MAX_METRICS:]):
+            notes.append(f"Not drawn, since a page shows {MAX_METRICS} {kind}: {not_drawn}.")
     return f'{paragraphs(*notes)}<div class="charts">{"".join(charts)}</div>'
 
 
 def skipped(run: History) -> str:
-    """Return a sentence that says how many steps were skipped, and where the first ones were."""
+    """Return a sentence that says how many steps were skipped, and which records are marked."""
     steps = [f"{step:,.0f}" for step in run.skipped[:MAX_EVENTS]]
+    steps += ["..."] * (len(run.skipped) > MAX_EVENTS)
     count = np.nanmax(run.curves.get("skipped_steps", np.zeros(1)))
-    total = f"{run.short}: {count:,.0f} skipped steps (loss or gradient not finite, or no items)"
-    return f"{total}, in the records of steps {', '.join(steps)}." if steps else ""
+    total = f"{run.short}: skipped steps (gradient not finite, or no items): {count:,.0f}"
+    where = f"records with skipped steps or without a finite loss: {', '.join(steps)}"
+    return f"{total}; {where}." if steps else ""
 
 
 def speed(runs: list[History], x: Axis, groups: int) -> str:
@@ -224,20 +230,21 @@ def speed(runs: list[History], x: Axis, groups: int) -> str:
 def goodput_rows(run: History) -> dict[str, str]:
     """Return the shares of the time since the first launch, by title."""
     if not (shares := goodput(run.run.folder)):
-        return {"Starts of unknown time": "all"}
+        return {"Starts not in starts.jsonl": "all"}
     calendar, launcher, unknown = (shares[n] for n in ("calendar", "launcher", "unknown_starts"))
     rows = {"Time since the first launch": format_seconds(calendar["seconds"])}
     parts = {name: calendar[name] for name in (*PARTS, "down")}
     rows |= {name: f"{share:.1%}" * (share >= 0.0005) for name, share in parts.items()}
     rows["Time with a launcher"] = format_seconds(launcher["seconds"])
-    rows["kept of that time"] = f"{launcher['kept']:.1%}"
-    return rows | {"Starts of unknown time": str(unknown or "")}
+    rows["kept, of the time with a launcher"] = f"{launcher['kept']:.1%}"
+    return rows | {"Starts not in starts.jsonl": str(unknown or "")}
 
 
 def phase_rows(run: History) -> dict[str, str]:
     """Return the share of each phase in the time of rank 0, by title."""
     elapsed = run.curves.get("elapsed_seconds", np.zeros(len(run.steps)))
-    seconds = np.nan_to_num(np.diff(elapsed, prepend=elapsed[:1])).clip(0) + 1e-9
+    began = [number(start.record.elapsed_seconds) for start in run.starts[:1]]
+    seconds = np.nan_to_num(np.diff(elapsed, prepend=began or elapsed[:1])).clip(0) + 1e-9
     rows = {}
     for name in PHASES:
         values = run.curves.get(f"{name}_share", np.zeros(0))
@@ -287,7 +294,8 @@ def pictures(folder: Path, names: list[str], max_bytes: int) -> str:
 
 def read_picture(folder: Path, name: str, max_bytes: int) -> bytes:
     """Return the content of a PNG or JPEG file in the run folder; b"" for other or larger files."""
-    with suppress(OSError, ValueError):  # ValueError: a zero byte in the name
+    # ValueError: a zero byte in the name; RuntimeError: a link that leads to itself
+    with suppress(OSError, ValueError, RuntimeError):
         path = (folder / name).resolve()
         is_inside = path.is_relative_to(folder.resolve()) and path.is_file()
         data = read_own(path, most=max_bytes) if is_inside else b""
