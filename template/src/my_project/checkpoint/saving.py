@@ -269,7 +269,7 @@ class Checkpoints:
                     read = self.ema.reader(saved, read, self.first_names)
                 write(temporary, lambda name: read(saved_names[name] or ""))
             self.run.check_lock()
-            for path in temporary.iterdir():
+            for path in temporary.rglob("*"):  # a recipe's export may have subfolders
                 flush_to_disk(path)
             manifests.put_in_place(temporary, folder)
 
@@ -288,9 +288,8 @@ class Checkpoints:
 
         def work() -> None:
             torch.set_num_threads(1)  # for this thread alone: training keeps the cores
-            with suppress(OSError):
-                if sys.platform == "linux":
-                    os.nice(NICENESS)
+            if sys.platform == "linux":
+                os.nice(NICENESS)
             if before:
                 before.join()
             try:
@@ -352,8 +351,7 @@ class Checkpoints:
         except (LookupError, TypeError, AttributeError) as error:  # untrusted values, of any type
             problem = f"its manifest.json is not that of a checkpoint ({error!r})"
             raise ConfigError(f"{folder} cannot be used: {problem}.") from error
-        if self.rank == 0:
-            move_newer_aside(self.run, state["step"])
+        move_newer_aside(self.run, state["step"])
         return state
 
     def load(self, folder: Path) -> dict[str, Any]:
@@ -496,4 +494,7 @@ class Checkpoints:
             kept |= self.mirror.needed
         for folder in saved:
             if checkpoint_step(folder) not in kept:
-                remove(folder)
+                try:
+                    remove(folder)
+                except OSError as error:  # the new checkpoint is complete, so the save has worked
+                    logger.warning("%s could not be removed: %s", folder, error)

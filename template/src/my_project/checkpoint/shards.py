@@ -48,7 +48,8 @@ def own_shard(tensor: Tensor, rank: int) -> Shard | None:
         return None  # the first replica writes
     _, offset = compute_local_shape_and_global_offset(tensor.shape, mesh, placements)
     local = tensor.to_local().detach()
-    return Shard(local, tuple(offset), tuple(tensor.shape)) if local.numel() else None
+    is_written = local.numel() or (rank == 0 and not tensor.numel())
+    return Shard(local, tuple(offset), tuple(tensor.shape)) if is_written else None
 
 
 def plain_name(name: str) -> str:

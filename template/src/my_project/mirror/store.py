@@ -9,6 +9,7 @@
 Any URL that fsspec supports can be a mirror; fsspec is imported when one is given.
 """
 
+import errno
 import hashlib
 import json
 import os
@@ -31,6 +32,7 @@ FOLDERS = ("best", "export")
 BLOCK_BYTES = 16 << 20  # size of one request; S3 accepts 10,000 requests per object
 THREADS = 4  # the number of threads that transfer the files of a folder
 PARTIAL = ".partial"
+FULL = (errno.ENOSPC, errno.EDQUOT)  # of a local disk: a store's errors have no number
 IN_CHECKPOINT = re.compile(r"(checkpoints/step_(\d{8,}))/([^/]+)")
 PART = re.compile(r"metrics/(\d+)-(\d+)-(\d+)-([0-9a-f]{64})\.jsonl")
 
@@ -75,7 +77,8 @@ class Store:
         try:
             yield
         except Exception as error:
-            if may_be_missing and isinstance(error, FileNotFoundError):
+            is_missing = may_be_missing and isinstance(error, FileNotFoundError)
+            if is_missing or (isinstance(error, OSError) and error.errno in FULL):
                 raise
             # the exceptions of botocore, aiohttp and others have no common class
             text = " ".join(str(error).split()) or type(error).__name__
@@ -275,6 +278,10 @@ def store_needed(store: Store) -> Iterator[None]:
             f"checkpoints.mirror {error}. Set the credentials of the store in the environment."
         ) from error
     except OSError as error:
+        if error.errno in FULL:
+            raise ConfigError(
+                f"{store.url} cannot be copied ({error}): free disk space."
+            ) from error
         raise TransientError(
             f"checkpoints.mirror {store.url} cannot be used ({error}), so it is not known what the"
             " run has saved there: check that the bucket exists and can be reached, or leave"

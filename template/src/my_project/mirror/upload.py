@@ -59,7 +59,10 @@ def start_mirror(accelerator: Accelerator, saving: Checkpoints) -> None:
         mirror = saving.mirror = Mirror(saving)
         on_main_then_broadcast(accelerator, mirror.begin)
         mirror.share_status(accelerator)
-        if mirror.has_other_disk:  # it still has the checkpoints that earlier starts fetched
+        if mirror.has_other_disk and mirror.run.is_first_on_disk:
+            if not mirror.run.step:  # it may be that of a run that --resume never has moved aside
+                (mirror.run.folder / "run.json").unlink(missing_ok=True)
+            # the node still has the checkpoints that earlier starts fetched
             for folder in checkpoints(mirror.run.folder)[: -saving.config.checkpoints.keep]:
                 remove(folder)
 
@@ -267,10 +270,12 @@ class Mirror:
             steps = {checkpoint_step(folder) for folder, _ in manifests}
             # a checkpoint that the next save removes is not uploaded
             wanted = kept_steps(steps, self.run.config.checkpoints, state, keep=1)
-            for folder, text in reversed(manifests):
-                if checkpoint_step(folder) in wanted:
-                    self._put_checkpoint(folder, text)
-            if not state["consecutive_skipped_steps"]:
+            are_sent = [
+                self._put_checkpoint(folder, text)
+                for folder, text in reversed(manifests)
+                if checkpoint_step(folder) in wanted
+            ]
+            if all(are_sent) and not state["consecutive_skipped_steps"]:
                 self._rotate(names, state, checkpoint_step(newest))
         codes = (path for path in self.run.folder.glob("starts/*/*") if path.is_file())
         for name in (*(str(path.relative_to(self.run.folder)) for path in codes), *FILES):
@@ -330,10 +335,11 @@ class Mirror:
                 self._parts = [*kept, new]
             self.store.remove(*(part.name for part in listed if part not in self._parts))
 
-    def _put_checkpoint(self, folder: Path, text: bytes) -> None:
+    def _put_checkpoint(self, folder: Path, text: bytes) -> bool:
+        """Upload a checkpoint; return False if a save has removed it meanwhile."""
         name = f"checkpoints/{folder.name}"
         if self._sent.get(name) == text:
-            return
+            return True
         content, manifest = json.loads(text), f"{name}/manifest.json"
         files = content["manifest"]["files"]
         remote = self.store.read_json(manifest)
@@ -348,10 +354,11 @@ class Mirror:
                 except FileNotFoundError:
                     if folder.exists():
                         raise
-                    return  # the folder was removed before rotation saw that it is needed
+                    return False  # removed before the rotation of local ones saw `needed`
                 self._check_fence()
             self.store.write(manifest, text)
         self._sent[name] = text
+        return True
 
     def _rotate(self, names: list[str], state: dict[str, Json], newest: int) -> None:
         """Remove checkpoints that need not be kept, the manifest of each first.
