@@ -159,6 +159,10 @@ def write_manifest(folder: Path, **changed: object) -> None:
     )
 
 
+def write_text(folder: Path, content: Any) -> None:
+    (folder / "manifest.json").write_text(manifests.manifest_text(content))
+
+
 def rename(folder: Path) -> None:
     shutil.rmtree(folder)
     shutil.copytree(folder.with_name("step_00000008"), folder)
@@ -170,6 +174,7 @@ def rename(folder: Path) -> None:
         (rename, "its manifest.json has step 8"),
         (lambda folder: (folder / "manifest.json").write_bytes(DEEP), "manifest.json is damaged"),
         (lambda folder: write_manifest(folder, step=None), "manifest.json is damaged"),
+        (lambda folder: write_text(folder, {"format": 1, "step": 10}), "manifest.json is damaged"),
     ],
 )
 def test_a_checkpoint_of_another_step_is_passed_over(copied, damage, sentence, caplog):

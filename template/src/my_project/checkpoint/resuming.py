@@ -28,9 +28,9 @@ logger = logging.getLogger(__name__)
 def choose(accelerator: Accelerator, run: Run) -> Path | None:
     """Return the checkpoint to continue from; None to start from step 0. Called by every rank.
 
-    This is the newest intact checkpoint of the run. With --resume <path>, it is the newest intact
-    one in the run folder that was trained on from the checkpoint at that path or, if there is none,
-    the checkpoint at the path itself.
+    This is the newest intact checkpoint of the run. With --resume <path>, the run begins at the
+    checkpoint at that path. So this is then the newest intact checkpoint of a run that began there
+    or, if the run folder has none, the checkpoint at the path itself.
 
     Raises:
         ConfigError: the checkpoint at the path is damaged.

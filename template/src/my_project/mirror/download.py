@@ -88,9 +88,10 @@ def fetch_run(
     is_copy: bool = False,
     only: int | None = None,
 ) -> None:
-    """Fetch what a run folder lacks, unless the mirror has no newer intact checkpoint than it.
+    """If the mirror has a newer checkpoint than a run folder, fetch it and the files beside it.
 
-    run.json is written last, so the next call repeats a fetch that was killed.
+    This is also done if the folder does not exist yet, or if it is a copy and best/ or status.json
+    have changed. run.json is written last, so the next call repeats a fetch that was killed.
 
     Args:
         store: the mirror.
@@ -109,7 +110,7 @@ def fetch_run(
     if is_copy and local.run != remote:
         discard(folder)
     elif local.run not in ("", remote):
-        if starts_over:  # an earlier start was killed after it had moved aside only one of the runs
+        if starts_over:  # an earlier start was killed between moving one aside and the other
             return
         raise ConfigError(
             f"{store.url} holds run {remote}, but {folder} holds run {local.run}: choose"
@@ -319,7 +320,9 @@ def local_copy(path: str, only: int | None = None) -> Path:
 
 
 def fetch_next(given: str, is_wanted: Callable[[dict[str, str]], bool]) -> None:
-    """Fetch the oldest wanted checkpoint of the run at a URL, and remove the others from the copy.
+    """Fetch the oldest wanted checkpoint of the run at a URL.
+
+    If it is intact, the copy's other checkpoints are removed.
 
     Args:
         given: the URL; nothing is done for a path.
@@ -334,7 +337,7 @@ def fetch_next(given: str, is_wanted: Callable[[dict[str, str]], bool]) -> None:
         for step in complete_steps(store.names()):
             name = checkpoint_name(step)
             manifest = store.read_json(f"{name}/manifest.json").get("manifest", {})
-            if not is_wanted(manifest.get("files")):
+            if not is_wanted(manifest.get("files", {})):
                 continue
             local_copy(given, only=step)
             if (run / name).exists():  # intact, and not removed meanwhile

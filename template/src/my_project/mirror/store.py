@@ -4,7 +4,8 @@
       checkpoints/step_00000100/   as in the run folder; its manifest.json is uploaded last
       best/, export/               best.json and export.json, uploaded last, list their files
       metrics/                     metrics.jsonl in parts: a save uploads what is new
-      config.yaml, run.json, status.json, starts.jsonl, starts/
+      config.yaml, run.json, status.json, starts.jsonl, starts/, evaluations.jsonl
+      parts/                       shards of a save, on their way from other nodes to rank 0
 
 Any URL that fsspec supports can be a mirror; fsspec is imported when one is given.
 """
@@ -59,7 +60,7 @@ class Store:
             )
         except (ImportError, ValueError) as error:
             raise ConfigError(
-                f"checkpoints.mirror {self.url} cannot be used: {error}. s3:// needs the extra s3"
+                f"the mirror {self.url} cannot be used: {error}. s3:// needs the extra s3"
                 " of this project, gs:// gcs, az:// azure (pip install -e '.[s3]')."
             ) from error
         self.is_local = isinstance(self.fs, LocalFileSystem)
@@ -169,7 +170,7 @@ class Store:
 
 
 def is_safe(name: str) -> bool:
-    """Return whether a name, joined to a folder, leads to a path inside it."""
+    """Return whether a name is that of a complete file inside the folder that it is joined to."""
     parts = name.split("/")
     return not any(p in ("", ".", "..") or "\\" in p for p in parts) and not name.endswith(PARTIAL)
 
@@ -270,12 +271,12 @@ def credential_errors() -> tuple[type[Exception], ...]:
 
 @contextmanager
 def store_needed(store: Store) -> Iterator[None]:
-    """Turn a store's error into a ConfigError, which ends the start: a start needs the store."""
+    """Turn a store's error into a ConfigError, where nothing can go on without the store."""
     try:
         yield
     except PermissionError as error:
         raise ConfigError(
-            f"checkpoints.mirror {error}. Set the credentials of the store in the environment."
+            f"the mirror {error}. Set the credentials of the store in the environment."
         ) from error
     except OSError as error:
         if error.errno in FULL:
@@ -283,7 +284,7 @@ def store_needed(store: Store) -> Iterator[None]:
                 f"{store.url} cannot be copied ({error}): free disk space."
             ) from error
         raise TransientError(
-            f"checkpoints.mirror {store.url} cannot be used ({error}), so it is not known what the"
-            " run has saved there: check that the bucket exists and can be reached, or leave"
-            " checkpoints.mirror out."
+            f"the mirror {store.url} cannot be used ({error}), so it is not known what the run has"
+            " saved there: check that the bucket exists and can be reached. To train without a"
+            " mirror, leave checkpoints.mirror out."
         ) from error

@@ -76,7 +76,8 @@ def finish_mirror(accelerator: Accelerator, saving: Checkpoints, *, is_stop: boo
         is_stop: whether the run was told to stop; it then waits for at most mirror_seconds.
 
     Raises:
-        TransientError: the run has finished, but its end could not be uploaded in TRIES tries.
+        TransientError: the run has finished, but its end could not be uploaded in TRIES tries, or
+            another launch has taken over the mirror.
     """
     if mirror := saving.mirror:
         seconds = saving.config.checkpoints.mirror_seconds if is_stop else math.inf
@@ -100,7 +101,7 @@ class Mirror:
         self._superseded: ConfigError | None = None  # another launch has begun the run
         self._sent: dict[str, object] = {}  # what the mirror contains so far, by name
         self._parts: list[Part] | None = None  # the parts of metrics.jsonl in the mirror
-        self._requested = self._done = 0  # numbers of uploads; a failed upload is done too
+        self._requested = self._done = 0  # count the calls of `upload`; a failed one is done too
         self._tries = 0  # the number of tries for the run's last upload
         self._collected_at = -math.inf
         self._changed = threading.Condition()
@@ -124,7 +125,7 @@ class Mirror:
                     text = "%s is newer than the chosen checkpoint: moved aside to %s"
                     logger.warning(text, newer.url, aside)
             self.store.remove(*(name for name in names if name.startswith(f"{PARTS}/")))
-            # when these files are in the mirror, an older launch uploads nothing more
+            # once run.json is in the mirror, an older launch begins no other upload
             for name in ("config.yaml", "run.json", "status.json"):
                 self._put_file(name)
             matches = filter(None, map(IN_CHECKPOINT.fullmatch, names))
@@ -157,7 +158,7 @@ class Mirror:
                 tries is an error; otherwise, a warning.
 
         Raises:
-            ConfigError: all tries have failed, or another launch has taken over the mirror.
+            TransientError: all tries have failed, or another launch has taken over the mirror.
         """
         if not self._tries:
             self._tries = 1
@@ -177,7 +178,7 @@ class Mirror:
         if deadline == math.inf:
             raise TransientError(f"the run has ended, but {self.saving.note}")
         reason = self.failure or "checkpoints.mirror_seconds have passed"
-        text = "%s lacks the end of this start, which is saved in %s: %s"
+        text = "%s lacks what this start saved last, which is only in %s: %s"
         logger.warning(text, self.store.url, self.run.folder, reason)
         return True
 
@@ -268,7 +269,7 @@ class Mirror:
             newest, text = manifests[-1]
             state = json.loads(text)["manifest"]["state"]
             steps = {checkpoint_step(folder) for folder, _ in manifests}
-            # a checkpoint that the next save removes is not uploaded
+            # the newest one and those that stay: others would be removed after a later save
             wanted = kept_steps(steps, self.run.config.checkpoints, state, keep=1)
             are_sent = [
                 self._put_checkpoint(folder, text)
