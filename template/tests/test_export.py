@@ -11,7 +11,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 from world import run_world
 
-from my_project.checkpoint import exporting
+from my_project.checkpoint import exporting, saving
 from my_project.checkpoint.saving import Checkpoints
 from my_project.config import Config
 from my_project.run_folder import Run
@@ -48,11 +48,14 @@ def test_exports_have_the_plain_keys_whatever_wrapped_the_model(tmp_path, export
 class Chosen(Ragged):
     def export(self, model: Any, data_info: Any, tensors: Any, folder: Any) -> Any:
         if folder:
-            (folder / "beside.txt").touch()
+            (folder / "beside").mkdir()
+            (folder / "beside/text.txt").touch()
         return "mine", {f"my.{name}": tensor for name, tensor in tensors.items()}
 
 
-def test_a_recipe_names_the_file_and_tensors_and_writes_files_beside(tmp_path):
+def test_a_recipe_names_the_file_and_tensors_and_writes_files_beside(tmp_path, monkeypatch):
+    flushed = []
+    monkeypatch.setattr(saving, "flush_to_disk", flushed.append)
     config = make_config(tmp_path, Chosen())
     run = Run(config, 0)
     run.folder.mkdir(parents=True, exist_ok=True)
@@ -60,4 +63,5 @@ def test_a_recipe_names_the_file_and_tensors_and_writes_files_beside(tmp_path):
     optimizer = torch.optim.SGD(model.parameters())
     exporting.export(run, {"features": 6}, model, Checkpoints(run, model, optimizer, None))
     assert load_file(run.folder / "export/mine.safetensors").keys() == {"my.weight", "my.bias"}
-    assert (run.folder / "export/beside.txt").is_file()
+    assert (run.folder / "export/beside/text.txt").is_file()
+    assert run.folder / ".export.partial/beside/text.txt" in flushed

@@ -1,5 +1,6 @@
 """A run that loses its machine and disk continues from its mirror, bit for bit."""
 
+import errno
 import hashlib
 import json
 import os
@@ -11,6 +12,7 @@ import threading
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 
 import fsspec
 import pytest
@@ -32,7 +34,7 @@ from world import World, run_world
 
 from my_project.config import ConfigError
 from my_project.files import TransientError
-from my_project.manifest import find_damage
+from my_project.manifest import find_damage, manifest_text, read_manifest
 from my_project.mirror import download, store, upload
 from my_project.process import PREEMPTED
 from my_project.run_files import checkpoint_step, checkpoints, local_folder
@@ -351,6 +353,27 @@ def test_a_damaged_local_checkpoint_is_replaced_from_the_mirror(tmp_path, uninte
     assert_same_run(config, uninterrupted)
 
 
+def test_an_upload_whose_checkpoint_a_save_removes_removes_no_other(tmp_path, monkeypatch):
+    config = mirrored(tmp_path, evaluation__best_metric=None)
+    assert stopped_at(7, config) == [PREEMPTED]
+    older, newest = checkpoints(config.folder)
+    there = at_mirror(config) / "checkpoints"
+    shutil.rmtree(there)
+    shutil.copytree(older, there / older.name)
+
+    def lose_race(*arguments):
+        shutil.rmtree(newest)
+        store.transfer(*arguments)
+
+    monkeypatch.setattr(upload, "transfer", lose_race)
+    token = json.loads((config.folder / "run.json").read_text())["launch"]
+    config = change(config, checkpoints__keep=1)
+    run = SimpleNamespace(config=config, folder=config.folder, token=token)
+    upload.Mirror(SimpleNamespace(run=run))._upload_new()
+    assert [path.name for path in checkpoints(at_mirror(config))] == [older.name]
+    assert not newest.exists(), "the case that is tested"
+
+
 # ---- whose mirror it is --------------------------------------------------------------------------
 def superseded(config) -> str:
     def take_over() -> None:
@@ -440,6 +463,44 @@ def test_a_url_names_a_run_its_weights_or_a_checkpoint(tmp_path, monkeypatch):
     assert local_folder("runs/here") == Path("runs/here")
     with pytest.raises(ConfigError, match="there is no run at"):
         local_folder(f"{url}/nothing")
+
+
+def test_a_copy_follows_what_the_mirror_replaces(tmp_path, monkeypatch):
+    monkeypatch.setenv("TMPDIR", str(tmp_path / "tmp"))
+    monkeypatch.setattr("tempfile.tempdir", None)
+    (tmp_path / "tmp").mkdir()
+    config = mirrored(tmp_path)
+    assert run_world(1, train_with, "none 0 0", config) == [0]
+    url, there = f"{config.checkpoints.mirror}/here", at_mirror(config)
+    copied = local_folder(f"{url}/best").parent
+    assert not checkpoints(copied), "best/ needs none"
+    with (copied / "metrics.jsonl").open("ab") as file:
+        file.truncate(1 + (1 << 28))  # larger than what read_own takes
+    (there / "best/model.safetensors").write_bytes(b"other")
+    hashes = {path.name: store.sha256_of(path) for path in (there / "best").iterdir()}
+    (there / "best.json").write_text(json.dumps(hashes))
+    assert (local_folder(f"{url}/best") / "model.safetensors").read_bytes() == b"other"
+    assert (copied / "metrics.jsonl").read_bytes() == (config.folder / "metrics.jsonl").read_bytes()
+
+    step = checkpoints(there)[-1].relative_to(there)
+    local_folder(f"{url}/{step}")
+    content = read_manifest(there / step)  # the step is trained again
+    (there / step / "model.safetensors").write_bytes(b"other")
+    content["files"]["model.safetensors"] = hashes["model.safetensors"]
+    (there / step / "manifest.json").write_text(manifest_text(content))
+    leftover = copied / f"checkpoints/.{step.name}_0_abc.partial"
+    leftover.mkdir()
+    assert (local_folder(f"{url}/{step}") / "model.safetensors").read_bytes() == b"other"
+    assert [path.name for path in (copied / "checkpoints").iterdir()] == [step.name]
+
+    def fail(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(FaultyStore, "get_file", fail)
+    shutil.rmtree(copied)
+    with pytest.raises(ConfigError, match=r"No space left.*: free disk space") as error:
+        local_folder(url)
+    assert not isinstance(error.value, TransientError), "another try fails too"
 
 
 @pytest.mark.parametrize("name", ["../x", "a/../../x", "/x", "a//x", "a\\..\\x", ".", ""])

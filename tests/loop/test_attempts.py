@@ -421,6 +421,24 @@ def test_a_folder_that_somebody_keeps_busy_is_replaced(tmp_path, monkeypatch):
     assert {path.name for path in tmp_path.rglob("*")} == {"best", "third"}
 
 
+def test_what_a_kill_left_under_another_name_is_restored_or_removed(tmp_path):
+    saves = tmp_path / "checkpoints"
+    for name in (".step_00000001_0_abc.partial", ".step_00000002.before-1", "step_00000002"):
+        (saves / name).mkdir(parents=True)
+    for path in (saves / ".step_00000003.before-1", *map(tmp_path.joinpath, EXPORTS)):
+        path.mkdir()
+        (path / path.suffix).touch()
+    clean_up(tmp_path)
+    paths = {str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*")}
+    assert paths == {
+        *("checkpoints", "checkpoints/step_00000002", "checkpoints/step_00000003"),
+        *("checkpoints/step_00000003/.before-1", "export", "export/.before-10"),
+    }
+
+
+EXPORTS = (".export.before-9", ".export.before-10")
+
+
 # ---- in the first seconds ------------------------------------------------------------------------
 @pytest.mark.slow
 @pytest.mark.parametrize("moment", ["importing torch", "run folder"])

@@ -159,6 +159,10 @@ def write_manifest(folder: Path, **changed: object) -> None:
     )
 
 
+def write_text(folder: Path, content: Any) -> None:
+    (folder / "manifest.json").write_text(manifests.manifest_text(content))
+
+
 def rename(folder: Path) -> None:
     shutil.rmtree(folder)
     shutil.copytree(folder.with_name("step_00000008"), folder)
@@ -170,6 +174,7 @@ def rename(folder: Path) -> None:
         (rename, "its manifest.json has step 8"),
         (lambda folder: (folder / "manifest.json").write_bytes(DEEP), "manifest.json is damaged"),
         (lambda folder: write_manifest(folder, step=None), "manifest.json is damaged"),
+        (lambda folder: write_text(folder, {"format": 1, "step": 10}), "manifest.json is damaged"),
     ],
 )
 def test_a_checkpoint_of_another_step_is_passed_over(copied, damage, sentence, caplog):
@@ -334,6 +339,30 @@ def test_nothing_is_rotated_away_while_steps_are_skipped(tmp_path):
         saver.add_evaluation(state)
         saver.wait()
         assert kept_steps(saver.config) == wanted
+
+
+def test_a_rotation_that_fails_is_not_a_save_that_fails(tmp_path, monkeypatch, caplog):
+    saver = make_checkpoints(make_config(tmp_path, checkpoints__keep=1))
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "replace", fail_to_remove(os.replace))
+        for step in range(1, saving.FIRST_SAVES + 2):
+            saver.save(TrainState(step=step))
+        saver.wait()
+    assert kept_steps(saver.config) == [1, 2, 3, 4]
+    assert not saver.failures
+    assert f"{folder_of(saver.config, 1)} could not be removed: [Errno 5]" in caplog.text
+    saver.save(TrainState(step=5))
+    saver.wait()
+    assert kept_steps(saver.config) == [5]
+
+
+def fail_to_remove(replace):
+    def act(source, target):
+        if Path(target).suffix == ".removed":
+            raise OSError(5, "Input/output error")
+        replace(source, target)
+
+    return act
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ import torch
 from my_project import accelerator as accelerators
 from my_project import commands
 from my_project import manifest as manifests
-from my_project.checkpoint import exporting, saving
+from my_project.checkpoint import exporting, saving, shards
 from my_project.config import Config, ConfigError
 from my_project.evaluate import broadcast_buffers
 from my_project.weights import load as load_export
@@ -25,6 +25,8 @@ from safetensors.numpy import load_file as load_arrays
 from safetensors.torch import load_file, load_model
 from test_checkpoint import flip_one_bit, folder_of, limit_file_size, names
 from test_fsdp_on_cpu import train_sharded
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import distribute_tensor
 from world import run_world
 
 
@@ -93,6 +95,17 @@ def test_a_shard_that_is_missing_is_noticed(tmp_path):
     with pytest.raises(ConfigError, match="holds only a part of model"):
         commands.write_one_file(arguments)
     assert not list(tmp_path.glob("*merged*")), "no incomplete file is left"
+
+
+def writes_an_empty_tensor() -> bool:
+    with accelerators.start_accelerator(odd(Path("unused"))):
+        mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),))
+        empty = distribute_tensor(torch.empty(0, 4), mesh)
+        return shards.own_shard(empty, torch.distributed.get_rank()) is not None
+
+
+def test_one_rank_writes_a_sharded_tensor_without_elements():
+    assert run_world(2, writes_an_empty_tensor) == [True, False]
 
 
 def train_counting_hashes(config: Config) -> list[str]:

@@ -63,6 +63,11 @@ def read_manifest(folder: Path) -> Manifest:
         if text != manifest_text(content):
             raise ValueError
         version, step = content["format"], content["step"]
+        if version == FORMAT:
+            is_valid = type(step) is int and isinstance(content["files"], dict)
+            is_valid &= isinstance(content["state"], dict) and content["state"].get("step") == step
+            if not (is_valid and isinstance(content["resumed_from"], str | None)):
+                raise ValueError
     except (ValueError, LookupError, TypeError, RecursionError):
         raise ValueError("manifest.json is damaged") from None
     if version != FORMAT:
@@ -71,10 +76,6 @@ def read_manifest(folder: Path) -> Manifest:
             f" reads {FORMAT}): continue with that version, whose commit is in run.json, or start"
             " again with --resume never or another --run_name."
         )
-    is_valid = type(step) is int and isinstance(content["files"], dict)
-    is_valid &= isinstance(content["state"], dict) and content["state"].get("step") == step
-    if not (is_valid and isinstance(content["resumed_from"], str | None)):
-        raise ValueError("manifest.json is damaged")
     if checkpoint_step(folder) not in (-1, step):
         raise ValueError(f"its manifest.json has step {step}")
     return content
@@ -99,7 +100,7 @@ def find_damage(folder: Path, share: slice = slice(None)) -> str:
         with ThreadPoolExecutor(HASHING_THREADS) as pool:
             return next(filter(None, pool.map(check_file, sorted(hashes)[share])), "")
     except (ValueError, LookupError, TypeError, OSError) as error:
-        return str(error)
+        return str(error).removesuffix(".")  # a FormatError is a sentence; callers go on after it
 
 
 def try_saving(folder: Path) -> None:

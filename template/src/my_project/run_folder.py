@@ -80,6 +80,13 @@ class Run:
                 self.lock = self._lock()
         refuse_other_settings(self.config)
 
+    @property
+    def is_first_on_disk(self) -> bool:
+        """Return whether this rank moves and removes checkpoints: one rank for each run folder."""
+        if self.is_shared:
+            return self.rank == 0
+        return self.hosts.index(self.hosts[self.rank]) == self.rank
+
     def status(self) -> Status:
         """Return the content of status.json."""
         return run_files.read_status(self.folder)

@@ -37,8 +37,9 @@ def export(
 
     The tensors are read one at a time from the files of a checkpoint (Checkpoints.replace_export);
     for best/, this happens while training continues. If a recipe's `export` returns no tensors, it
-    writes all files itself before this function returns, because it may read the model, which
-    training changes, and draw random numbers. For a sharded model, it gets an unsharded copy.
+    writes all files itself. This function then returns only after `export` has, because `export`
+    may draw random numbers and read the model, which training changes. If the model is sharded,
+    `export` gets an unsharded copy.
 
     Args:
         run: the run and its folder.
@@ -48,7 +49,8 @@ def export(
         name: "export" or "best".
 
     Raises:
-        ValueError: a value is not finite; for best/, this is raised at the next save.
+        ValueError: a value is not finite. If this function does not wait until best/ is written,
+            the next save or export raises the error.
     """
     recipe = run.config.recipe
     state = model_tensors(model)
@@ -71,7 +73,7 @@ def export(
         step_info: dict[str, Json] = {"step": run.step}
         step_info |= {"provenance": vars(run.provenance)}
         (folder / "step.json").write_text(json.dumps(step_info))
-        if name == "export":  # best/ has no model_card
+        if name == "export":  # best/ has no card (model_card.py)
             write_model_card(run, model, folder)
 
     def write(folder: Path, read: Read) -> None:
@@ -99,7 +101,7 @@ def export(
 
 
 def _aliases(saved_names: dict[str, str | None], first_names: dict[str, str]) -> dict[str, str]:
-    """Return {key: the key under which the tensor is written} for other keys of tied tensors."""
+    """Return the aliases of tied tensors: {another key: the key under which it is written}."""
     keys = {name: key for key, name in saved_names.items() if name}
     first_keys = {key: keys.get(first_names.get(name, name), key) for name, key in keys.items()}
     return {key: first for key, first in first_keys.items() if key != first}

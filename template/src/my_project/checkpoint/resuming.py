@@ -9,6 +9,7 @@ import os
 import re
 from collections.abc import Iterable
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 from accelerate import Accelerator
@@ -27,16 +28,18 @@ logger = logging.getLogger(__name__)
 def choose(accelerator: Accelerator, run: Run) -> Path | None:
     """Return the checkpoint to continue from; None to start from step 0. Called by every rank.
 
-    This is the newest intact checkpoint of the run. With --resume <path>, it is the newest intact
-    one in the run folder that was trained on from the checkpoint at that path or, if there is none,
-    the checkpoint at the path itself.
+    This is the newest intact checkpoint of the run. With --resume <path>, the run begins at the
+    checkpoint at that path. So this is then the newest intact checkpoint of a run that began there
+    or, if the run folder has none, the checkpoint at the path itself.
 
     Raises:
         ConfigError: the checkpoint at the path is damaged.
     """
-    chosen = None
-    candidates = on_main_then_broadcast(accelerator, lambda: _candidates(run))
-    candidates = in_every_folder(accelerator, run, candidates)  # with a mirror, nodes may differ
+    chosen, find = None, partial(_candidates, run)
+    if run.is_first_on_disk:
+        clean_up(run.folder)
+    candidates = on_main_then_broadcast(accelerator, find)
+    candidates = in_every_folder(accelerator, run, candidates, find)  # with a mirror, nodes differ
     for folder in candidates:
         problem = find_damage_together(accelerator, folder, is_shared=run.is_shared)
         if not problem:
@@ -54,13 +57,13 @@ def choose(accelerator: Accelerator, run: Run) -> Path | None:
         run.resumed_from = str(chosen) if is_given else read_manifest(chosen)["resumed_from"]
     elif run.rank == 0 and candidates:
         logger.warning("no checkpoint of %s can be used: training starts from step 0.", run.folder)
+    if not chosen:
         move_newer_aside(run, -1)
     return chosen
 
 
 def _candidates(run: Run) -> list[Path]:
     """Return the checkpoints to try, in order. Called by rank 0."""
-    clean_up(run.folder)
     folders = (run.folder / "checkpoints").glob("step_*")
     own = sorted((p for p in folders if checkpoint_step(p) >= 0), key=checkpoint_step, reverse=True)
     given = run.config.resume
@@ -94,22 +97,25 @@ def find_damage_together(accelerator: Accelerator, folder: Path, *, is_shared: b
 
 
 def clean_up(run_folder: Path) -> None:
-    """Remove what a killed save left, and restore what it had moved. Called by rank 0, first."""
-    for name in ("export", "best"):
-        for before in sorted(run_folder.glob(f".{name}.before-*"), reverse=True):
-            if os.path.lexists(run_folder / name):
-                discard(before)
-            else:
-                os.replace(before, run_folder / name)
-        discard(run_folder / f".{name}.partial")
-    for path in (*run_folder.glob(".*"), *(run_folder / "checkpoints").glob(".step_*")):
-        if re.fullmatch(r"\.(best|export|step)_\d+(_[\w.]+)?\.(partial|removed)", path.name):
+    """Remove what a killed save or fetch left in a run folder, and restore what it had moved."""
+    paths = (*run_folder.glob(".*"), *(run_folder / "checkpoints").glob(".step_*"))
+    # the highest number first: before-10, then before-9
+    for path in sorted(paths, key=lambda path: (len(path.name), path.name), reverse=True):
+        before = re.fullmatch(r"\.(best|export|step_\d+)\.before-\d+", path.name)
+        if before and not os.path.lexists(final := path.with_name(before[1])):
+            os.replace(path, final)
+        elif before or re.fullmatch(
+            r"\.(best|export|step)(_\d[\w.]*)?\.(partial|removed)", path.name
+        ):
             discard(path)
 
 
 def move_newer_aside(run: Run, step: int) -> None:
-    """Move aside newer checkpoints, which are damaged or from another branch of the run."""
-    for folder in (run.folder / "checkpoints").glob("step_*"):
+    """Move aside newer checkpoints, which are damaged or from another branch of the run.
+
+    Called by every rank; one rank of each disk moves them.
+    """
+    for folder in (run.folder / "checkpoints").glob("step_*") if run.is_first_on_disk else ():
         if checkpoint_step(folder) > step:
             aside = unused_name(folder)
             folder.rename(aside)

@@ -7,7 +7,8 @@
       manifest.json            written last: the SHA-256 of each file, and the rest of the state:
                                the step, the optimizer's settings and numbers, the results of
                                evaluations, the fp16 loss scale, precision and sharding
-                               (accelerator.numerics), the states of a stream's lanes
+                               (accelerator.numerics), and the position in each lane of a
+                               stream (loading/streams.py)
 
 A tied weight is written once, under its first name; the file's metadata lists its other names.
 
@@ -119,7 +120,7 @@ class Checkpoints:
 
     @property
     def is_due_by_time(self) -> bool:
-        """Return whether checkpoints.minutes have passed since the last save, by rank 0's clock."""
+        """Return whether checkpoints.minutes have passed since the last save; only on rank 0."""
         seconds = time.monotonic() - self._saved_at
         return self.rank == 0 and 0 < self._save_seconds < seconds
 
@@ -269,7 +270,7 @@ class Checkpoints:
                     read = self.ema.reader(saved, read, self.first_names)
                 write(temporary, lambda name: read(saved_names[name] or ""))
             self.run.check_lock()
-            for path in temporary.iterdir():
+            for path in temporary.rglob("*"):  # a recipe's export may have subfolders
                 flush_to_disk(path)
             manifests.put_in_place(temporary, folder)
 
@@ -287,10 +288,9 @@ class Checkpoints:
         before = self._thread
 
         def work() -> None:
-            torch.set_num_threads(1)  # for this thread alone: training keeps the cores
-            with suppress(OSError):
-                if sys.platform == "linux":
-                    os.nice(NICENESS)
+            torch.set_num_threads(1)  # not for threads that run already: training keeps its cores
+            if sys.platform == "linux":
+                os.nice(NICENESS)
             if before:
                 before.join()
             try:
@@ -304,7 +304,7 @@ class Checkpoints:
                 self.note = f"{name} could not be saved: {error}"
                 logger.error("%s. The earlier files are unchanged.", self.note)
                 self.failures[kind] = error
-                # a recipe's export may raise SafetensorError; reading a file back, ConfigError
+                # SafetensorError may come from a recipe's export, ConfigError from a TensorReader
                 may_pass = isinstance(error, (OSError, SafetensorError, ConfigError))
                 if may_pass and not isinstance(error, TransientError):  # from Run.check_lock
                     self.failures[kind] = OSError(self.note)
@@ -352,8 +352,7 @@ class Checkpoints:
         except (LookupError, TypeError, AttributeError) as error:  # untrusted values, of any type
             problem = f"its manifest.json is not that of a checkpoint ({error!r})"
             raise ConfigError(f"{folder} cannot be used: {problem}.") from error
-        if self.rank == 0:
-            move_newer_aside(self.run, state["step"])
+        move_newer_aside(self.run, state["step"])
         return state
 
     def load(self, folder: Path) -> dict[str, Any]:
@@ -377,7 +376,7 @@ class Checkpoints:
         if self.scaler and scale:
             self.scaler.load_state_dict(scale)
         elif self.scaler or scale:
-            logger.warning("%s has a different precision: the fp16 loss scale is reset", folder)
+            logger.warning("%s has a different precision: its fp16 loss scale is not used", folder)
         if folder.parent == self.folder:
             self._saved_step = state["step"]
         return state
@@ -389,7 +388,10 @@ class Checkpoints:
 
     # ---- what this rank writes -------------------------------------------------------------------
     def _copy_to_host(self, kinds: dict[str, dict[str, Tensor]]) -> dict[str, dict[str, Shard]]:
-        """Copy this rank's shards into reused host buffers, which are pinned for GPU tensors."""
+        """Copy this rank's shards into reused host buffers, which are pinned for GPU tensors.
+
+        If checkpoints.background is false, tensors on the CPU are written without a copy.
+        """
         shards: dict[str, dict[str, Shard]] = {kind: {} for kind in kinds}
         on_gpu = False
         for kind, tensors in kinds.items():
@@ -496,4 +498,7 @@ class Checkpoints:
             kept |= self.mirror.needed
         for folder in saved:
             if checkpoint_step(folder) not in kept:
-                remove(folder)
+                try:
+                    remove(folder)
+                except OSError as error:  # the new checkpoint is complete, so the save has worked
+                    logger.warning("%s could not be removed: %s", folder, error)

@@ -48,7 +48,8 @@ def own_shard(tensor: Tensor, rank: int) -> Shard | None:
         return None  # the first replica writes
     _, offset = compute_local_shape_and_global_offset(tensor.shape, mesh, placements)
     local = tensor.to_local().detach()
-    return Shard(local, tuple(offset), tuple(tensor.shape)) if local.numel() else None
+    is_written = local.numel() or (rank == 0 and not tensor.numel())
+    return Shard(local, tuple(offset), tuple(tensor.shape)) if is_written else None
 
 
 def plain_name(name: str) -> str:
@@ -64,7 +65,7 @@ def is_sharded(model: nn.Module) -> bool:
 def model_tensors(model: nn.Module) -> dict[str, Tensor]:
     """Return the state of a model with the keys of the plain module, whatever wraps it."""
     if is_sharded(model):
-        # this imports torch's distributed checkpoints and launcher: a plain model needs neither
+        # imported here because it imports much of torch that a model without shards does not need
         from torch.distributed.checkpoint.state_dict import get_model_state_dict
 
         return cast(dict[str, Tensor], get_model_state_dict(model))
@@ -125,7 +126,7 @@ def save_tensors(
                 digest.update(chunk)
 
         write(memoryview(struct.pack("<Q", len(text)) + text))
-        for _ in tensors:  # each value is freed before the next one is gathered
+        for _ in tensors:  # each value is freed before the next one is read
             # copies only a tensor that is not contiguous, or on a GPU
             write(next(values).cpu().contiguous().flatten().view(torch.uint8).numpy().data)
     return digest.hexdigest()
@@ -177,7 +178,8 @@ class TensorReader:
             listed: the names of the files in the manifest, if the caller has read the manifest.
 
         Raises:
-            ConfigError: there is no file of this kind, or one is not in safetensors format.
+            ConfigError: there is no file of this kind, or one is missing or damaged.
+            ValueError: `listed` is None, and the checkpoint's manifest is damaged.
         """
         self.folder = folder
         self.kind = kind
@@ -288,7 +290,10 @@ class TensorReader:
 def optimizer_state(
     optimizer: torch.optim.Optimizer, names: dict[int, str]
 ) -> tuple[dict[str, Json], dict[str, Tensor]]:
-    """Return groups and slots as JSON, and their tensors: those of slots by "<parameter>/<slot>".
+    """Return the state of an optimizer as JSON, and the tensors that the JSON names.
+
+    The state consists of parameter groups and slots, such as a parameter's momentum. The name of a
+    slot, and of its tensor, is "<parameter>/<slot>".
 
     Args:
         optimizer: the model's optimizer.
@@ -374,7 +379,15 @@ def load_optimizer(
     saved: dict[str, Any],
     slots: TensorReader | None,
 ) -> None:
-    """Restore what optimizer_state returned: groups and slots from `saved`, tensors by `slots`."""
+    """Restore what optimizer_state returned.
+
+    Args:
+        optimizer: the optimizer, of the same model.
+        names: the names of its parameters, by id().
+        folder: the checkpoint, for error messages.
+        saved: the groups and slots.
+        slots: reads their tensors; None if there are none.
+    """
     groups = [[names[id(p)] for p in group["params"]] for group in optimizer.param_groups]
     if groups != [group["params"] for group in saved["groups"]]:
         raise ConfigError(
@@ -419,7 +432,10 @@ def load_optimizer(
 
 
 def _restore_types(saved: Any, loaded: Any) -> Any:
-    """Restore text and dtypes: load_state_dict casts slots but `step` to the weight's dtype."""
+    """Return a loaded slot with the dtypes and other values that were saved.
+
+    load_state_dict casts the tensors of all slots except `step` to the dtype of the weight.
+    """
     if isinstance(saved, Tensor):
         return loaded if saved.dtype == loaded.dtype else saved.to(loaded.device)
     if isinstance(saved, dict):

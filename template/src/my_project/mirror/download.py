@@ -1,9 +1,11 @@
 """Fetch from a run's mirror what its folder lacks, before a start or for a command."""
 
 import hashlib
+import json
 import logging
 import re
 import socket
+import sys
 import uuid
 from collections.abc import Callable
 from contextlib import suppress
@@ -17,6 +19,7 @@ from ..config import Config
 from ..files import (
     ConfigError,
     discard,
+    read_json,
     read_own,
     temporary_folder,
     unused_name,
@@ -85,9 +88,10 @@ def fetch_run(
     is_copy: bool = False,
     only: int | None = None,
 ) -> None:
-    """Fetch what a run folder lacks, unless the mirror has no newer intact checkpoint than it.
+    """If the mirror has a newer checkpoint than a run folder, fetch it and the files beside it.
 
-    run.json is written last, so the next call repeats a fetch that was killed.
+    This is also done if the folder does not exist yet, or if it is a copy and best/ or status.json
+    have changed. run.json is written last, so the next call repeats a fetch that was killed.
 
     Args:
         store: the mirror.
@@ -106,17 +110,19 @@ def fetch_run(
     if is_copy and local.run != remote:
         discard(folder)
     elif local.run not in ("", remote):
-        if starts_over:  # an earlier start was killed after it had moved aside only one of the runs
+        if starts_over:  # an earlier start was killed between moving one aside and the other
             return
         raise ConfigError(
             f"{store.url} holds run {remote}, but {folder} holds run {local.run}: choose"
             " another --run_name, or --resume never, which moves both aside."
         )
+    if is_copy:
+        _clean_up_copy(store, folder, names, only)
     own = (path for path in reversed(checkpoints(folder)) if only in (None, checkpoint_step(path)))
     newest = next((checkpoint_step(path) for path in own if not find_damage(path)), -1)
     wanted = (step for step in reversed(complete_steps(names)) if only in (None, step))
     newer = [step for step in wanted if step > newest]
-    if local.run and not newer and not (is_copy and _has_ended_since(store, folder)):
+    if local.run and not newer and not (is_copy and _has_changed(store, folder)):
         return
     logger.info("fetching %s", store.url)
     with writing(folder):
@@ -124,8 +130,10 @@ def fetch_run(
     for name in FOLDERS:
         hashes = {f: h for f, h in store.read_json(f"{name}.json").items() if is_safe(f)}
         find_problem = partial(_find_difference, hashes)
-        if find_problem(folder / name):
-            _fetch_folder(store, folder, name, [*hashes], find_problem)
+        is_there = not find_problem(folder / name)
+        is_there = is_there or _fetch_folder(store, folder, name, [*hashes], find_problem)
+        if is_there and is_copy:  # for _has_changed
+            write_atomically(folder / f"{name}.json", json.dumps(hashes))
     for name in ("config.yaml", "status.json", "starts.jsonl"):
         if name in names:
             _fetch_text(store, folder / name)
@@ -135,17 +143,35 @@ def fetch_run(
     codes = [name for name in names if re.fullmatch(r"starts/[\w.-]+/[\w.-]+", name)]
     transfer(store.fetch, codes, map(folder.joinpath, codes))
     _fetch_metrics(store, folder / "metrics.jsonl", chain(parts_among(names)))
-    for name in map(checkpoint_name, newer):
-        files = [file.removeprefix(f"{name}/") for file in names if file.startswith(f"{name}/")]
-        if _fetch_folder(store, folder, name, files, find_damage):
-            break
+    any(_fetch_checkpoint(store, folder, names, step) for step in newer)  # the newest intact one
     _fetch_text(store, folder / "run.json")
 
 
-def _has_ended_since(store: Store, folder: Path) -> bool:
-    """Return whether the mirror's status.json differs: it changes after a run's last checkpoint."""
+def _clean_up_copy(store: Store, folder: Path, names: list[str], only: int | None) -> None:
+    """Remove what a killed fetch left in a copy, and checkpoints whose steps were trained again."""
+    from ..checkpoint.resuming import clean_up
+
+    clean_up(folder)
+    newest = max(complete_steps(names), default=-1)
+    for path in checkpoints(folder):
+        if only in (None, step := checkpoint_step(path)):
+            name = f"{checkpoint_name(step)}/manifest.json"
+            own, there = (
+                content.get("manifest", {}).get("files")
+                for content in (read_json(folder / name), store.read_json(name))
+            )
+            if step > newest or there not in (None, own):
+                discard(path)
+
+
+def _has_changed(store: Store, folder: Path) -> bool:
+    """Return whether the mirror has a different best/ or status.json than a copy.
+
+    Both may change after a run's last checkpoint.
+    """
     with suppress(FileNotFoundError):
-        return store.read("status.json") != read_own(folder / "status.json")
+        is_best = store.read_json("best.json") == read_json(folder / "best.json")
+        return not is_best or store.read("status.json") != read_own(folder / "status.json")
     return True
 
 
@@ -175,7 +201,7 @@ def _fetch_metrics(store: Store, path: Path, parts: list[Part]) -> None:
             content = content[: part.begin]
             break
     with suppress(FileNotFoundError):
-        if not content.startswith(read_own(path)):
+        if not content.startswith(read_own(path, most=sys.maxsize)):
             path.rename(unused_name(path))
     if content:
         write_atomically(path, content.decode(errors="replace"))
@@ -202,18 +228,72 @@ def _fetch_folder(
         discard(temporary)
 
 
-def in_every_folder(accelerator: Accelerator, run: Run, candidates: list[Path]) -> list[Path]:
+def _fetch_checkpoint(store: Store, folder: Path, names: list[str], step: int) -> bool:
+    """Fetch a checkpoint that the run folder lacks; return whether it is there and intact."""
+    name = checkpoint_name(step)
+    manifest = f"{name}/manifest.json"
+    is_there = store.read_json(manifest) == read_json(folder / manifest)
+    if is_there and not find_damage(folder / name):
+        return True
+    files = [file.removeprefix(f"{name}/") for file in names if file.startswith(f"{name}/")]
+    return _fetch_folder(store, folder, name, files, find_damage)
+
+
+def in_every_folder(
+    accelerator: Accelerator, run: Run, candidates: list[Path], find: Callable[[], list[Path]]
+) -> list[Path]:
     """Return the checkpoints that every node has, if the nodes do not share the run folder.
 
-    Called by every rank.
+    If the mirror has a newer one, each node first fetches it. Called by every rank.
+
+    Args:
+        accelerator: this process's Accelerator.
+        run: the run and its folder.
+        candidates: the checkpoints that rank 0 has found.
+        find: finds them again; called by rank 0.
+
+    Raises:
+        ConfigError: rank 0 has checkpoints, but no other node has the same.
     """
     if run.is_shared:
         return candidates
-    names = gather_on_main(accelerator, {path.name for path in checkpoints(run.folder)})
-    own = [path for path in candidates if path.parent == run.folder / "checkpoints"]
-    return on_main_then_broadcast(
-        accelerator, lambda: [path for path in own if path.name in set.intersection(*names)]
-    )
+    store, given = Store(url_of(run.config)), Path(run.config.resume)
+
+    def names_in_mirror() -> list[str]:
+        with store_needed(store):  # after --resume never, it still holds the earlier run
+            return store.names() if store.read_json("run.json").get("run") == run.id else []
+
+    common = _in_common(accelerator, candidates)
+    names = on_main_then_broadcast(accelerator, names_in_mirror)
+    steps, own = complete_steps(names), run.folder / "checkpoints"
+    newest = max((checkpoint_step(path) for path in common if path.parent == own), default=-1)
+    if run.is_first_on_disk:
+        with store_needed(store):
+            newer = (step for step in reversed(steps) if step > newest)
+            any(_fetch_checkpoint(store, run.folder, names, step) for step in newer)
+            if given.parent == own and checkpoint_step(given) in steps:
+                _fetch_checkpoint(store, run.folder, names, checkpoint_step(given))
+    candidates = on_main_then_broadcast(accelerator, find)
+    common = _in_common(accelerator, candidates)
+    if candidates and not common:
+        raise ConfigError(
+            f"{candidates[0]} on {run.hosts[0]} is not on every node, and {store.url} has no other"
+            " checkpoint to continue from: copy it to the same path on all nodes, or give --resume"
+            " never, which moves the run folder aside."
+        )
+    return common
+
+
+def _in_common(accelerator: Accelerator, candidates: list[Path]) -> list[Path]:
+    """Return the checkpoints whose manifests, and so all hashes in them, are equal on all nodes."""
+    own = [read_json(path / "manifest.json", follow=True).get("sha256") for path in candidates]
+    digests = gather_on_main(accelerator, own)
+
+    def common() -> list[Path]:
+        rows = zip(candidates, *digests, strict=True)
+        return [path for path, first, *others in rows if first and {first, *others} == {first}]
+
+    return on_main_then_broadcast(accelerator, common)
 
 
 def local_copy(path: str, only: int | None = None) -> Path:
@@ -232,14 +312,17 @@ def local_copy(path: str, only: int | None = None) -> Path:
     digest = hashlib.sha256(url.encode()).hexdigest()[:16]
     folder = temporary_folder() / digest / url.rpartition("/")[2]
     folder.parent.mkdir(exist_ok=True)
-    fetch_in_turn(store, folder, is_copy=True, only=int(step) if step else only)
+    only = int(step) if step else -1 if below else only  # best/ needs no checkpoint
+    fetch_in_turn(store, folder, is_copy=True, only=only)
     if not (folder / "run.json").is_file():
         raise ConfigError(f"there is no run at {url}: give the URL of its folder in the mirror.")
     return folder / (below or "")
 
 
 def fetch_next(given: str, is_wanted: Callable[[dict[str, str]], bool]) -> None:
-    """Fetch the oldest wanted checkpoint of the run at a URL, and remove the others from the copy.
+    """Fetch the oldest wanted checkpoint of the run at a URL.
+
+    If it is intact, the copy's other checkpoints are removed.
 
     Args:
         given: the URL; nothing is done for a path.
@@ -254,7 +337,7 @@ def fetch_next(given: str, is_wanted: Callable[[dict[str, str]], bool]) -> None:
         for step in complete_steps(store.names()):
             name = checkpoint_name(step)
             manifest = store.read_json(f"{name}/manifest.json").get("manifest", {})
-            if not is_wanted(manifest.get("files")):
+            if not is_wanted(manifest.get("files", {})):
                 continue
             local_copy(given, only=step)
             if (run / name).exists():  # intact, and not removed meanwhile

@@ -4,11 +4,13 @@
       checkpoints/step_00000100/   as in the run folder; its manifest.json is uploaded last
       best/, export/               best.json and export.json, uploaded last, list their files
       metrics/                     metrics.jsonl in parts: a save uploads what is new
-      config.yaml, run.json, status.json, starts.jsonl, starts/
+      config.yaml, run.json, status.json, starts.jsonl, starts/, evaluations.jsonl
+      parts/                       shards of a save, on their way from other nodes to rank 0
 
 Any URL that fsspec supports can be a mirror; fsspec is imported when one is given.
 """
 
+import errno
 import hashlib
 import json
 import os
@@ -31,6 +33,7 @@ FOLDERS = ("best", "export")
 BLOCK_BYTES = 16 << 20  # size of one request; S3 accepts 10,000 requests per object
 THREADS = 4  # the number of threads that transfer the files of a folder
 PARTIAL = ".partial"
+FULL = (errno.ENOSPC, errno.EDQUOT)  # of a local disk: a store's errors have no number
 IN_CHECKPOINT = re.compile(r"(checkpoints/step_(\d{8,}))/([^/]+)")
 PART = re.compile(r"metrics/(\d+)-(\d+)-(\d+)-([0-9a-f]{64})\.jsonl")
 
@@ -57,7 +60,7 @@ class Store:
             )
         except (ImportError, ValueError) as error:
             raise ConfigError(
-                f"checkpoints.mirror {self.url} cannot be used: {error}. s3:// needs the extra s3"
+                f"the mirror {self.url} cannot be used: {error}. s3:// needs the extra s3"
                 " of this project, gs:// gcs, az:// azure (pip install -e '.[s3]')."
             ) from error
         self.is_local = isinstance(self.fs, LocalFileSystem)
@@ -75,7 +78,8 @@ class Store:
         try:
             yield
         except Exception as error:
-            if may_be_missing and isinstance(error, FileNotFoundError):
+            is_missing = may_be_missing and isinstance(error, FileNotFoundError)
+            if is_missing or (isinstance(error, OSError) and error.errno in FULL):
                 raise
             # the exceptions of botocore, aiohttp and others have no common class
             text = " ".join(str(error).split()) or type(error).__name__
@@ -166,7 +170,7 @@ class Store:
 
 
 def is_safe(name: str) -> bool:
-    """Return whether a name, joined to a folder, leads to a path inside it."""
+    """Return whether a name is that of a complete file inside the folder that it is joined to."""
     parts = name.split("/")
     return not any(p in ("", ".", "..") or "\\" in p for p in parts) and not name.endswith(PARTIAL)
 
@@ -267,16 +271,20 @@ def credential_errors() -> tuple[type[Exception], ...]:
 
 @contextmanager
 def store_needed(store: Store) -> Iterator[None]:
-    """Turn a store's error into a ConfigError, which ends the start: a start needs the store."""
+    """Turn a store's error into a ConfigError, where nothing can go on without the store."""
     try:
         yield
     except PermissionError as error:
         raise ConfigError(
-            f"checkpoints.mirror {error}. Set the credentials of the store in the environment."
+            f"the mirror {error}. Set the credentials of the store in the environment."
         ) from error
     except OSError as error:
+        if error.errno in FULL:
+            raise ConfigError(
+                f"{store.url} cannot be copied ({error}): free disk space."
+            ) from error
         raise TransientError(
-            f"checkpoints.mirror {store.url} cannot be used ({error}), so it is not known what the"
-            " run has saved there: check that the bucket exists and can be reached, or leave"
-            " checkpoints.mirror out."
+            f"the mirror {store.url} cannot be used ({error}), so it is not known what the run has"
+            " saved there: check that the bucket exists and can be reached. To train without a"
+            " mirror, leave checkpoints.mirror out."
         ) from error

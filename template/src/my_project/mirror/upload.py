@@ -59,7 +59,10 @@ def start_mirror(accelerator: Accelerator, saving: Checkpoints) -> None:
         mirror = saving.mirror = Mirror(saving)
         on_main_then_broadcast(accelerator, mirror.begin)
         mirror.share_status(accelerator)
-        if mirror.has_other_disk:  # it still has the checkpoints that earlier starts fetched
+        if mirror.has_other_disk and mirror.run.is_first_on_disk:
+            if not mirror.run.step:  # it may be that of a run that --resume never has moved aside
+                (mirror.run.folder / "run.json").unlink(missing_ok=True)
+            # the node still has the checkpoints that earlier starts fetched
             for folder in checkpoints(mirror.run.folder)[: -saving.config.checkpoints.keep]:
                 remove(folder)
 
@@ -73,7 +76,8 @@ def finish_mirror(accelerator: Accelerator, saving: Checkpoints, *, is_stop: boo
         is_stop: whether the run was told to stop; it then waits for at most mirror_seconds.
 
     Raises:
-        TransientError: the run has finished, but its end could not be uploaded in TRIES tries.
+        TransientError: the run has finished, but its end could not be uploaded in TRIES tries, or
+            another launch has taken over the mirror.
     """
     if mirror := saving.mirror:
         seconds = saving.config.checkpoints.mirror_seconds if is_stop else math.inf
@@ -97,7 +101,7 @@ class Mirror:
         self._superseded: ConfigError | None = None  # another launch has begun the run
         self._sent: dict[str, object] = {}  # what the mirror contains so far, by name
         self._parts: list[Part] | None = None  # the parts of metrics.jsonl in the mirror
-        self._requested = self._done = 0  # numbers of uploads; a failed upload is done too
+        self._requested = self._done = 0  # count the calls of `upload`; a failed one is done too
         self._tries = 0  # the number of tries for the run's last upload
         self._collected_at = -math.inf
         self._changed = threading.Condition()
@@ -121,7 +125,7 @@ class Mirror:
                     text = "%s is newer than the chosen checkpoint: moved aside to %s"
                     logger.warning(text, newer.url, aside)
             self.store.remove(*(name for name in names if name.startswith(f"{PARTS}/")))
-            # when these files are in the mirror, an older launch uploads nothing more
+            # once run.json is in the mirror, an older launch begins no other upload
             for name in ("config.yaml", "run.json", "status.json"):
                 self._put_file(name)
             matches = filter(None, map(IN_CHECKPOINT.fullmatch, names))
@@ -154,7 +158,7 @@ class Mirror:
                 tries is an error; otherwise, a warning.
 
         Raises:
-            ConfigError: all tries have failed, or another launch has taken over the mirror.
+            TransientError: all tries have failed, or another launch has taken over the mirror.
         """
         if not self._tries:
             self._tries = 1
@@ -174,7 +178,7 @@ class Mirror:
         if deadline == math.inf:
             raise TransientError(f"the run has ended, but {self.saving.note}")
         reason = self.failure or "checkpoints.mirror_seconds have passed"
-        text = "%s lacks the end of this start, which is saved in %s: %s"
+        text = "%s lacks what this start saved last, which is only in %s: %s"
         logger.warning(text, self.store.url, self.run.folder, reason)
         return True
 
@@ -265,12 +269,14 @@ class Mirror:
             newest, text = manifests[-1]
             state = json.loads(text)["manifest"]["state"]
             steps = {checkpoint_step(folder) for folder, _ in manifests}
-            # a checkpoint that the next save removes is not uploaded
+            # the newest one and those that stay: others would be removed after a later save
             wanted = kept_steps(steps, self.run.config.checkpoints, state, keep=1)
-            for folder, text in reversed(manifests):
-                if checkpoint_step(folder) in wanted:
-                    self._put_checkpoint(folder, text)
-            if not state["consecutive_skipped_steps"]:
+            are_sent = [
+                self._put_checkpoint(folder, text)
+                for folder, text in reversed(manifests)
+                if checkpoint_step(folder) in wanted
+            ]
+            if all(are_sent) and not state["consecutive_skipped_steps"]:
                 self._rotate(names, state, checkpoint_step(newest))
         codes = (path for path in self.run.folder.glob("starts/*/*") if path.is_file())
         for name in (*(str(path.relative_to(self.run.folder)) for path in codes), *FILES):
@@ -330,10 +336,11 @@ class Mirror:
                 self._parts = [*kept, new]
             self.store.remove(*(part.name for part in listed if part not in self._parts))
 
-    def _put_checkpoint(self, folder: Path, text: bytes) -> None:
+    def _put_checkpoint(self, folder: Path, text: bytes) -> bool:
+        """Upload a checkpoint; return False if a save has removed it meanwhile."""
         name = f"checkpoints/{folder.name}"
         if self._sent.get(name) == text:
-            return
+            return True
         content, manifest = json.loads(text), f"{name}/manifest.json"
         files = content["manifest"]["files"]
         remote = self.store.read_json(manifest)
@@ -348,10 +355,11 @@ class Mirror:
                 except FileNotFoundError:
                     if folder.exists():
                         raise
-                    return  # the folder was removed before rotation saw that it is needed
+                    return False  # removed before the rotation of local ones saw `needed`
                 self._check_fence()
             self.store.write(manifest, text)
         self._sent[name] = text
+        return True
 
     def _rotate(self, names: list[str], state: dict[str, Json], newest: int) -> None:
         """Remove checkpoints that need not be kept, the manifest of each first.
