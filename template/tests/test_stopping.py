@@ -4,8 +4,9 @@ import json
 import os
 import signal
 import socket
+import subprocess
 import time
-from contextlib import closing
+from contextlib import closing, suppress
 from pathlib import Path
 
 import pytest
@@ -181,12 +182,18 @@ def signals_of_a_loader_worker() -> list[bool]:
 
     loader.ignore_signals_except_parents(0)
     numbers = (signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
-    return [signal.getsignal(number) is signal.SIG_IGN for number in numbers]
+    ignored = [signal.getsignal(number) is signal.SIG_IGN for number in numbers]
+    with subprocess.Popen(["sleep", "600"]) as decoder:
+        decoder.terminate()
+        with suppress(subprocess.TimeoutExpired):
+            decoder.wait(30)
+        decoder.kill()
+    return [*ignored, decoder.returncode == -signal.SIGTERM]
 
 
 def test_loader_workers_that_inherit_no_handler_ignore_signals_too():
-    """These workers are spawned, not forked."""
-    assert run_world(1, signals_of_a_loader_worker) == [[True, True, True]]
+    """These workers are spawned, not forked. What a worker starts can be ended by a SIGTERM."""
+    assert run_world(1, signals_of_a_loader_worker) == [[True, True, True, True]]
 
 
 def train_signalled_twice(config: Config, seconds_between: float) -> int:

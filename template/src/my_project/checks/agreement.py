@@ -99,7 +99,10 @@ class Agreement:
         self.before = on_main_then_broadcast(
             findings.accelerator, lambda: files.read_json(self.path)
         )
-        self.is_restart_in_place = bool(self.launch and self.before.get("launch") == self.launch)
+        # a restart on other hosts is compared: a node may have joined
+        self.start = {"launch": self.launch, "hosts": self.run.hosts}
+        before = {name: self.before.get(name) for name in self.start}
+        self.is_restart_in_place = bool(self.launch) and before == self.start
         findings.is_restart_in_place = self.is_restart_in_place
         is_on = findings.is_on("data") or findings.is_on("ranks")
         self.reading = self._read() if is_on and not self.is_restart_in_place else None
@@ -149,7 +152,7 @@ class Agreement:
             with files.writing(self.run.folder):
                 # without fsync, which takes longer than the checks; a damaged file is ignored
                 with files.open_own(self.path, "wb") as file:
-                    file.write(json.dumps({"launch": self.launch} | now).encode())
+                    file.write(json.dumps(self.start | now).encode())
 
     def _leave_out_random(self, own: Known, *compared: Known) -> None:
         """Leave out, with a warning, datasets whose samples differ each time they are read."""
