@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from .config import ConfigError, OptimConfig
+from .contract import described, refuse
 from .recipe import Recipe, optional, source_location
 
 UNSCHEDULED = ("constant", "plateau")  # the schedules that do not depend on the number of steps
@@ -54,12 +55,17 @@ def build_optimizer(config: OptimConfig, recipe: Recipe, model: nn.Module) -> to
     """Build the optimizer from its class path, fused where the device supports it.
 
     Raises:
-        ConfigError: the groups omit or repeat a trained parameter, or have the key lr or a key
-            that looks misspelled.
+        ConfigError: no parameter is trained, or the groups omit or repeat a trained parameter, or
+            have the key lr or a key that looks misspelled.
     """
     kind = optimizer_class(config)
+    if not any(p.requires_grad for p in model.parameters()):
+        raise ConfigError("no parameter of the model has requires_grad=True, so nothing can train.")
     own_groups = optional(recipe, "parameter_groups")
-    groups = list(own_groups(model)) if own_groups else parameter_groups(model, config.weight_decay)
+    returned = own_groups(model) if own_groups else parameter_groups(model, config.weight_decay)
+    if not isinstance(returned, Iterable):
+        refuse(recipe, "parameter_groups", f"returned {described(returned)}, not a list of groups.")
+    groups = list(returned)
     given_keys = {key for group in groups if isinstance(group, dict) for key in group}
     accepted = inspect.signature(kind).parameters
     arguments = {"lr": config.lr} | config.init_args
@@ -114,8 +120,6 @@ def check_parameters(optimizer: torch.optim.Optimizer, model: nn.Module) -> None
     trained = {name: held[id(p)] for name, p in model.named_parameters() if p.requires_grad}
     others = len(held.keys() - {id(p) for p in model.parameters()})
     wrong = [name for name, times in trained.items() if times != 1]
-    if not trained:
-        raise ConfigError("no parameter of the model has requires_grad=True, so nothing can train.")
     if wrong or others:
         raise ConfigError(
             f"parameter_groups omits or repeats {len(wrong)} of the model's {len(trained)} trained"

@@ -164,7 +164,8 @@ class Agreement:
         for name in self.findings.gather(draws):
             for known in (own, *compared):
                 known.data.pop(name, None)
-            self.findings.add("data", f"{name} {OWN_GENERATOR}", level="warn")
+            if self.findings.is_on("data"):
+                self.findings.add("data", f"{name} {OWN_GENERATOR}", level="warn")
 
     def _compare_ranks(self, own: Known, main: Known) -> None:
         lines = [line.strip() for line in own.model if line not in main.model][:3]

@@ -3,6 +3,7 @@
 import os
 from collections.abc import Callable
 from contextlib import nullcontext, suppress
+from copy import deepcopy
 from difflib import get_close_matches
 from functools import partial
 from inspect import getmembers_static, isroutine, signature
@@ -63,7 +64,8 @@ def check_sums(
     count = min(count, batches.global_batch_size, len(data))
     if count < MIN_SAMPLES or not findings.is_on("recipe"):
         return
-    problem, device = "", accelerator.device
+    problem: str | None = None  # None: not compared
+    device = accelerator.device
 
     def check_returned(plain: nn.Module, batch: Any) -> None:
         # inside the forward, since accelerate converts all that the forward returns to float32
@@ -114,7 +116,7 @@ def check_sums(
         place = source_location(recipe.loss)
         findings.run.is_loss_a_sum = False
         findings.add("recipe", f"{type(recipe).__name__}.loss ({place}) {problem}")
-    else:
+    elif problem is not None:
         findings.passed("recipe", "loss and num_items add up")
 
 
@@ -125,7 +127,7 @@ def whole_and_halves(collate: Callable[[list], Batch], samples: list) -> list[li
     for seed, collated in enumerate(batches):
         for part in (samples, samples[:half], samples[half:]):
             seed_rng(seed)
-            collated.append(collate(part))
+            collated.append(collate(deepcopy(part)))  # since collate may change its samples
     return batches
 
 
