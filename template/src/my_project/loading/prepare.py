@@ -11,7 +11,7 @@ from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 
 from ..config import Config, to_dict
-from ..contract import described, refuse
+from ..contract import described, plain, refuse
 from ..files import open_own, read_json, writing
 from ..process import STDERR, stderr_on_terminal
 from ..recipe import DataInfo
@@ -40,7 +40,7 @@ def prepare_data(config: Config) -> DataInfo:
     if not isinstance(data_info, dict):
         refuse(recipe, "prepare_data", f"returned {described(data_info)}, not a dict.")
     try:
-        return dict(json.loads(json.dumps(data_info)))
+        return plain(data_info)
     except (TypeError, ValueError) as error:
         problem = f"did not return plain JSON ({error}): convert it with int(x) or x.tolist()."
         refuse(recipe, "prepare_data", problem)
@@ -86,7 +86,7 @@ def in_turn(folder: Path, work: str) -> Iterator[None]:
 
 
 @contextmanager
-def first_alone(path: Path, work: str) -> Iterator[bool]:
+def first_alone(path: Path, work: str = "all") -> Iterator[bool]:
     """Let one process run the block first, then all others; yield whether this process is first.
 
     Processes with other work use the same lock, but each work has a first process of its own.
