@@ -124,8 +124,9 @@ def _read(
     deadline = time.monotonic() + SECONDS
     facts: dict[str, Facts] = {}
     for name, data in datasets.items():
+        has_lanes = False  # the next line belongs to an optional part
         has_lanes = is_stream(data)
-        length = data.lanes if has_lanes else len(data)
+        length = getattr(data, "lanes", 0) if has_lanes else len(data)
         samples: dict[str, dict[str, Fact]] = {}
         indices = {length * k // SAMPLES for k in range(SAMPLES)}
         for index in sorted(indices, reverse=is_backward):
