@@ -212,7 +212,7 @@ def test_the_samples_of_a_stream_are_compared_too(tmp_path):
 STARTS = [
     ("edited", "data", "samples 0, 17, 35, 52"),
     ("code", "code", "beside.py"),
-    ("grown", "data", "80 samples, not 70"),
+    ("grown", "data", "has length 80, not 70"),
     ("vocabulary", "data", "words"),
     ("", "", ""),
     ("rounded", "", ""),

@@ -38,7 +38,7 @@ def build_ema(config: Config, model: nn.Module, optimizer: torch.optim.Optimizer
 
 
 class EMA:
-    """An exponential moving average of the weights, in the same order and precision."""
+    """An exponential moving average of the trained weights, in their order and dtype."""
 
     def __init__(self, model: nn.Module, decay: float) -> None:
         self.decay = decay
@@ -101,7 +101,7 @@ MAX_SHARE = 0.05  # maximum share of the initial weights in an average
 
 
 def ema_problem(decay: float | None, steps: int) -> str:
-    """Return the problem of an average of weights over this many steps; "" if there is none."""
+    """Return why a decay is too high for a run of this many steps; "" if it is not."""
     share = (decay or 0.0) ** steps
     if share <= MAX_SHARE:
         return ""

@@ -21,7 +21,7 @@ UNSCHEDULED = ("constant", "plateau")  # the schedules that do not depend on the
 
 
 def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
-    """Give weight decay to matrices and kernels, but not to biases and normalization weights."""
+    """Give weight decay to parameters with at least two dimensions: not to biases and norms."""
     trained = [p for p in model.parameters() if p.requires_grad]
     groups = [
         {"params": [p for p in trained if p.ndim >= 2], "weight_decay": weight_decay},
@@ -55,8 +55,8 @@ def build_optimizer(config: OptimConfig, recipe: Recipe, model: nn.Module) -> to
     """Build the optimizer from its class path, fused where the device supports it.
 
     Raises:
-        ConfigError: no parameter is trained, or the groups omit or repeat a trained parameter, or
-            have the key lr or a key that looks misspelled.
+        ConfigError: the optimizer cannot be built; no parameter is trained; or the groups omit or
+            repeat a trained parameter, or have the key lr or a key that looks misspelled.
     """
     kind = optimizer_class(config)
     if not any(p.requires_grad for p in model.parameters()):
@@ -72,7 +72,7 @@ def build_optimizer(config: OptimConfig, recipe: Recipe, model: nn.Module) -> to
     if "weight_decay" in accepted:  # for groups without a weight_decay
         arguments.setdefault("weight_decay", config.weight_decay)
     if "fused" in accepted and not {"fused", "foreach", "capturable"} & set(arguments):
-        # FSDP will shard parameters on meta, and DTensor supports fused kernels only for Adam
+        # parameters on the meta device will be DTensors, which only Adam's fused kernels support
         is_adam = issubclass(kind, (torch.optim.Adam, torch.optim.AdamW))
         devices = ["cpu", "cuda", *["meta"] * is_adam]
         arguments["fused"] = not has_sparse_gradients(model) and all(
@@ -172,7 +172,7 @@ def gradients(parameters: Iterable[nn.Parameter]) -> list[Tensor]:
 def normalize_and_clip_(
     gradients: list[Tensor], scale: Tensor | float, clip_norm: float | None
 ) -> Tensor | float:
-    """Multiply the gradients by scale and clip them, in one pass over them.
+    """Multiply the gradients by scale and clip them, with one multiplication.
 
     Args:
         gradients: all gradients of one step, after its last backward pass.

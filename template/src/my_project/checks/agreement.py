@@ -1,7 +1,8 @@
 """Compare data, code and the model between all ranks, and data and code with the last start.
 
-If ranks differ, the run ends. A start may continue with changed data or code; the change is logged
-and recorded in metrics.jsonl. The run folder's agreement.json has what the next start compares.
+If ranks differ, the run ends (with checks.ranks end, the default). A start may continue with
+changed data or code; the change is logged and recorded in metrics.jsonl. The run folder's
+agreement.json has what the next start compares.
 """
 
 import json
@@ -94,7 +95,7 @@ class Agreement:
         self.datasets = {"the training set": train_set} | {
             f"validation set {name}": data for name, data in validation_sets.items()
         }
-        # "" if accelerate launch or torchrun has started this process
+        # "" if our launcher has not started this process
         self.launch = self.run.token.rpartition(".")[0]
         self.before = on_main_then_broadcast(
             findings.accelerator, lambda: files.read_json(self.path)
@@ -108,7 +109,7 @@ class Agreement:
         self.reading = self._read() if is_on and not self.is_restart_in_place else None
 
     def _read(self, *, is_backward: bool = False) -> Reading:
-        """Read samples; only one rank of each node reads those that are read in lanes.
+        """Read samples; only one rank of each node reads lanes.
 
         A dataset with an open file is left out: another process would move the file's position.
         """
@@ -224,7 +225,7 @@ def is_installed_package(name: str) -> bool:
 
 
 def is_installed(name: str, file: str) -> bool:
-    """Return whether a module is Python's or an installed package's, in any folder."""
+    """Return whether a module belongs to Python or to an installed package."""
     if file.startswith(PYTHON) or any(part in file for part in INSTALLED):
         return True
     levels = name.count(".") + file.endswith("/__init__.py")

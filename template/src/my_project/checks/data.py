@@ -1,9 +1,10 @@
 """Read some samples of each dataset, and describe their content, so that it can be compared.
 
-Integers, shapes, types and text are kept as hashes; of a path, only the last part is hashed.
-Floating-point values are kept as three numbers, since another type of CPU rounds differently. A
-separate process, like a loader worker, reads the samples while the model is built. So the training
-process opens no file whose position its loader workers would share, and changes no dataset.
+Integers and text are kept as hashes (of a path, only the last part is hashed). Floating-point
+values and images of bytes are kept as three numbers, since another type of CPU rounds differently.
+A separate process, like a loader worker, reads the samples while the model is built. So the
+training process opens no file whose position its loader workers would share, and changes no
+dataset.
 """
 
 import dataclasses
@@ -38,7 +39,9 @@ ARRAYS = ("__array__", "__array_interface__")  # attributes of arrays, tensors a
 TOLERANCE = 1e-3  # for floating-point values, relative to their root mean square
 
 
-Fact: TypeAlias = str | list[float]  # describes a part of a sample: a hash, or three numbers
+Fact: TypeAlias = (
+    str | list[float]
+)  # describes a part of a sample: a text, such as a hash, or three numbers
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -58,7 +61,7 @@ class Facts:
     def difference(self, known: "Facts") -> str:
         """Return how these facts differ from another start's or rank's; "" if they do not."""
         if self.length != known.length:
-            return f"has {self.length:,} samples, not {known.length:,}"
+            return f"has length {self.length:,}, not {known.length:,}"
         indices = differing_names(self.samples, known.samples)
         return f"has other values in samples {', '.join(indices)}" if indices else ""
 
