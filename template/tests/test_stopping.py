@@ -1,12 +1,15 @@
 """Signals, hangs and failures: every process exits in time, and the status says why."""
 
 import json
+import multiprocessing
 import os
 import signal
 import socket
+import subprocess
 import time
-from contextlib import closing
+from contextlib import closing, suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 import ragged
@@ -181,12 +184,39 @@ def signals_of_a_loader_worker() -> list[bool]:
 
     loader.ignore_signals_except_parents(0)
     numbers = (signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
-    return [signal.getsignal(number) is signal.SIG_IGN for number in numbers]
+    ignored = [signal.getsignal(number) is signal.SIG_IGN for number in numbers]
+    with subprocess.Popen(["sleep", "600"]) as decoder:
+        decoder.terminate()
+        with suppress(subprocess.TimeoutExpired):
+            decoder.wait(30)
+        decoder.kill()
+    return [*ignored, decoder.returncode == -signal.SIGTERM]
 
 
 def test_loader_workers_that_inherit_no_handler_ignore_signals_too():
-    """These workers are spawned, not forked."""
-    assert run_world(1, signals_of_a_loader_worker) == [[True, True, True]]
+    """These workers are spawned, not forked. What a worker starts can be ended by a SIGTERM."""
+    assert run_world(1, signals_of_a_loader_worker) == [[True, True, True, True]]
+
+
+def work_in_a_loader_worker(ready: Any) -> None:
+    from my_project.loading import loader
+
+    loader.ignore_signals_except_parents(0)
+    ready.send(None)
+    time.sleep(600)
+
+
+def test_the_training_process_ends_its_workers_though_a_server_forked_them():
+    context = multiprocessing.get_context("forkserver")
+    receiver, ready = context.Pipe(duplex=False)
+    worker = context.Process(target=work_in_a_loader_worker, args=(ready,), daemon=True)
+    worker.start()
+    assert receiver.poll(600)
+    worker.terminate()
+    worker.join(30)
+    code = worker.exitcode
+    worker.kill()
+    assert code == 0
 
 
 def train_signalled_twice(config: Config, seconds_between: float) -> int:

@@ -22,7 +22,7 @@ from PIL import Image
 from ragged import QUIET, Ragged
 from runs import assert_same_weights, change, make_config, quick, records, train
 from streamed import Streamed
-from torch.utils.data import Dataset, Subset
+from torch.utils.data import Dataset, Subset, TensorDataset
 from world import run_world
 
 
@@ -158,6 +158,20 @@ def test_a_dataset_with_a_generator_of_its_own_is_named(tmp_path, how, processes
     assert run_world(processes, train, config) == [0] * processes
     assert "torch.initial_seed" in told(config)["data"]
     assert "ranks" not in told(config)
+    if how == "drawn" and processes == 2:
+        off = change(config, checks__data="off", run_name="off")
+        assert run_world(processes, train, off) == [0] * processes
+        assert told(off) == {}
+
+
+class Roads(TensorDataset):
+    lanes = (1, 2, 2)
+
+
+def test_a_dataset_with_an_attribute_lanes_is_read_by_its_index(tmp_path):
+    roads = Roads(torch.arange(5))
+    facts = data.Reading(make_config(tmp_path), {"roads": roads}).facts()
+    assert facts["roads"].length == 5
 
 
 class InOrder(Dataset):
@@ -198,7 +212,7 @@ def test_the_samples_of_a_stream_are_compared_too(tmp_path):
 STARTS = [
     ("edited", "data", "samples 0, 17, 35, 52"),
     ("code", "code", "beside.py"),
-    ("grown", "data", "80 samples, not 70"),
+    ("grown", "data", "has length 80, not 70"),
     ("vocabulary", "data", "words"),
     ("", "", ""),
     ("rounded", "", ""),
@@ -234,6 +248,10 @@ def test_a_restart_in_place_compares_nothing_again_but_at_saves(tmp_path, monkey
     monkeypatch.setattr(EqualRanks, "_note_before", lambda *_: looks.append("forward"))
     train(change(config, steps=4))
     assert looks == ["save"]
+    with monkeypatch.context() as joined:
+        joined.setattr("socket.gethostname", lambda: "joined")  # with --min_machines
+        with pytest.raises(TypeError):
+            train(change(config, steps=6))
     monkeypatch.setenv("LAUNCH_START", "other.0")
     with pytest.raises(TypeError):
         train(change(config, steps=6))
@@ -274,6 +292,9 @@ ROUNDED = NOISE * (1 + 1e-6)
         (0.1 + 0.2, 0.3, 0.31),
         (float("nan"), float("nan"), 1.0),
         (7, 7, 8),
+        (int("7" * 20), int("7" * 20), int("8" * 20)),
+        (np.array([int("7" * 20), "a"]), np.array([int("7" * 20), "a"]), np.array([8, "a"])),
+        (np.array([{7: 8}, object()]), np.array([{7: 8}, object()]), np.array([{7: 9}, object()])),
         (True, True, False),
         (None, None, 0),
         ("a text\nof lines", "a text\nof lines", "a text\nof  lines"),

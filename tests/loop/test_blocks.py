@@ -71,6 +71,16 @@ class Stacked(Ragged):
 
 
 # ---- activation checkpointing --------------------------------------------------------------------
+def test_a_recomputed_block_keeps_a_forward_that_is_not_its_classes():
+    block = nn.Linear(2, 2)
+    block.forward = lambda x: 3 * x
+    blocks.recompute_activations(block)
+    x = torch.ones(2, requires_grad=True)
+    block(x).sum().backward()
+    assert x.grad is not None
+    assert x.grad.tolist() == [3, 3]
+
+
 def test_a_copy_of_a_recomputed_block_calls_its_own_weights():
     model = Stack(6)
     for block in model.blocks:

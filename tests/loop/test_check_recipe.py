@@ -12,7 +12,7 @@ from documents import PROJECT
 from my_project.checks.recipe import misspelled, sums_problem
 from my_project.recipe import PARAMETERS
 from ragged import Deep, Ragged
-from runs import assert_same_weights, make_config, quick
+from runs import assert_same_weights, make_config, quick, train
 from streamed import Streamed
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -102,6 +102,27 @@ def test_a_loss_that_returns_no_sums_is_named(tmp_path, kind):
     ((_, problem),) = findings
     assert code == 0
     assert f"its {WRONG[kind]} did not add up" in problem
+
+
+class Popping(Sequences):
+    """Collate takes its samples apart."""
+
+    def build_datasets(self, data_info: Any) -> Any:
+        return [{"tokens": sample} for sample in super().build_datasets(data_info)[0]], {}
+
+    def collate(self, samples: list[Any]) -> Tensor:
+        return super().collate([sample.pop("tokens") for sample in samples])
+
+
+def test_samples_that_collate_changes_are_still_compared(tmp_path, caplog, monkeypatch):
+    """The log says that sums add up only if they were compared."""
+    ((_, problem),) = check(Popping(kind="a mean with 1"), tmp_path, steps=1)[1]
+    assert "its loss_sum and num_items did not add up" in problem
+    caplog.set_level("INFO")
+    monkeypatch.setenv("LAUNCH_DRY_RUN", "1")
+    train(make_config(tmp_path, Sequences(kind="of whole batches"), steps=1, run_name="whole"))
+    assert "loss and num_items cannot be compared: AssertionError" in caplog.text
+    assert "add up" not in caplog.text
 
 
 def test_a_loss_that_counts_its_calls_is_named(tmp_path):

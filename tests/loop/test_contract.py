@@ -52,6 +52,7 @@ class Wrong(Ragged):
 
     def prepare_data(self) -> Any:
         wrong: dict[str, Any] = {"no data_info": None, "numpy": {"classes": np.int64(3)}}
+        wrong["number as key"] = {"names": {0: "cat"}}
         return wrong.get(self.wrong, super().prepare_data())
 
     def build_datasets(self, data_info: dict[str, Any]) -> Any:
@@ -107,6 +108,7 @@ class Wrong(Ragged):
     [
         ("prepare_data", "no data_info", "returned nothing, not a dict"),
         ("prepare_data", "numpy", "did not return plain JSON (Object of type int64"),
+        ("prepare_data", "number as key", "did not return plain JSON (JSON would change it: "),
         ("build_datasets", "one set", "; it must return the training set, and a dict"),
         ("build_datasets", "two sets", "; it must return the training set, and a dict"),
         ("build_datasets", "three sets", "; it must return the training set, and a dict"),

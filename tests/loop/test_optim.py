@@ -156,6 +156,7 @@ WRONG_GROUPS = {
     ],
     "trained parameters (0.bias)": lambda m: [{"params": [*m.parameters(), m[0].bias]}],
     "lr_scal": lambda m: [{"params": m.parameters(), "lr_scal": 0.1}],
+    "returned nothing, not a list of groups": lambda m: None,
 }  # fmt: skip
 
 
@@ -174,7 +175,7 @@ def test_frozen_parameters_may_be_in_a_group_or_not():
         model[0].requires_grad_(False)
         build_optimizer(OptimConfig(), Grouped(groups=form), model)
     model.requires_grad_(False)
-    with pytest.raises(ConfigError, match="optimizer got an empty parameter list"):
+    with pytest.raises(ConfigError, match="no parameter of the model has requires_grad=True"):
         build_optimizer(OptimConfig(), Ragged(), model)
     with pytest.raises(ConfigError, match="no parameter of the model has requires_grad=True"):
         build_optimizer(OptimConfig(), Grouped(groups=lambda m: m.parameters()), model)

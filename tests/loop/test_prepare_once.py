@@ -36,14 +36,14 @@ def prepare(folder: Path, nodes: int) -> list[str]:
     alone = preparing.first_alone
 
     @contextmanager
-    def noted(path):
-        with alone(path) as is_first:
+    def noted(path, work):
+        with alone(path, work) as is_first:
             firsts.extend([path.name] * is_first)
             yield is_first
 
     preparing.first_alone = noted
     rank = come(folder, nodes)
-    with in_turn(folder):
+    with in_turn(folder, "work"):
         (folder / f"inside_{rank}").touch()
         if rank == 0:
             wait_for(folder, "outside_*", 3)
@@ -66,7 +66,7 @@ def test_rank_0_prepares_alone_then_one_per_node_then_all_together(tmp_path, nod
 def prepare_and_fail(folder: Path, how: str) -> int:
     """Fail on rank 0 of two nodes; return how many of the others are done when this one begins."""
     rank = come(folder, nodes=2)
-    with suppress(KeyError), in_turn(folder):
+    with suppress(KeyError), in_turn(folder, "work"):
         (folder / f"inside_{rank}").touch()
         if rank == 0:
             wait_for(folder, "outside_*", 3)
@@ -95,11 +95,30 @@ def test_where_the_file_system_has_no_locks_each_process_prepares(tmp_path, monk
     def refuse(*_: Any, **__: Any) -> None:
         raise OSError(errno.ENOLCK, "No locks available")
 
-    monkeypatch.setattr(preparing.FileLock, "acquire", refuse)
-    with in_turn(tmp_path), in_turn(tmp_path):
+    monkeypatch.setattr(preparing.fcntl, "lockf", refuse)
+    with in_turn(tmp_path, "work"), in_turn(tmp_path, "work"):
         pass
     assert "each process prepares the data itself" in caplog.text
-    assert not list(tmp_path.iterdir())
+
+
+def prepare_in_two_runs(folder: Path) -> int:
+    """Prepare as rank 0 of one run, or as one of three ranks of another run; return who is inside.
+
+    All others wait while rank 0 prepares its data.
+    """
+    rank = come(folder, nodes=1)
+    with in_turn(folder, "other work" if rank else "work"):
+        (folder / f"inside_{rank}").touch()
+        if rank == 0:
+            wait_for(folder, "outside_*", 3)
+        time.sleep(0.5)
+        inside = len(list(folder.glob("inside_*")))
+        time.sleep(0.5)
+    return inside
+
+
+def test_a_run_that_waited_for_another_runs_data_prepares_its_own_alone(tmp_path):
+    assert sorted(run_world(4, prepare_in_two_runs, tmp_path))[:2] == [1, 2]
 
 
 def work(folder: Path) -> bool:
@@ -121,7 +140,7 @@ def test_a_node_that_is_done_waits_for_the_others(tmp_path):
 def prepare_with_a_child(folder: Path) -> bool:
     """Rank 0 leaves a process behind, as a pool that was not closed."""
     if os.environ["RANK"] == "0":
-        with first_alone(folder / "lock"):
+        with first_alone(folder / "lock", "work"):
             child = multiprocessing.get_context("fork").Process(
                 target=wait_for, args=(folder, "inside_1", 1), daemon=True
             )
@@ -130,7 +149,7 @@ def prepare_with_a_child(folder: Path) -> bool:
         child.join()
         return child.exitcode == 0
     wait_for(folder, "left_0", 1)
-    with first_alone(folder / "lock") as is_first:
+    with first_alone(folder / "lock", "work") as is_first:
         (folder / "inside_1").touch()
         return is_first
 

@@ -212,9 +212,9 @@ def test_a_checkpoint_of_other_lanes_does_not_give_a_run_their_states(tmp_path, 
     ("state", "sentence"),
     [
         ("tensor", "Tensor is not JSON serializable"),
-        ("nan", "must return plain JSON"),
-        ("tuple", "must return plain JSON"),
-        ("key", "must return plain JSON"),
+        ("nan", "JSON would change it"),
+        ("tuple", "JSON would change it"),
+        ("key", "JSON would change it"),
         ("nested", "recursion"),
     ],
 )

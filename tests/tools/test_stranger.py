@@ -175,7 +175,7 @@ def run(tmp_path_factory) -> Config:
     ended = {"exit_codes": {"0": 1}, "killed": [], "signal": None, "time": time.time()}
     (logs / "launcher.json").write_text(json.dumps(ended))
     for lock in runs.glob(".prepare_data.*lock"):
-        lock.with_suffix(".unfinished").touch()
+        assert list(runs.glob(f"{lock.stem}.*.finished"))
     (config.folder / "report.html").write_text("another page")
     return config
 
@@ -283,7 +283,7 @@ def test_no_number_and_no_yaml_of_a_stranger_ends_a_tool(run, command):
 
 def test_no_link_leads_a_write_out_of_the_run_folder(run):
     """For all files that a start opens without replacing them."""
-    written = r"(run/)?(\.lock|\.run\.preparing|.*\.unfinished|metrics\.jsonl|starts\.jsonl)"
+    written = r"(run/)?(\.lock|\.run\.preparing|.*\.finished|metrics\.jsonl|starts\.jsonl)"
     check("longer", run, written, (dangling,))
     folder = run.folder.parent.parent / "launched"
     folder.mkdir()

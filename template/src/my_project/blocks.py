@@ -1,8 +1,9 @@
 """Find the blocks of a model, recompute their activations, and compile them.
 
-FSDP2 gathers one block at a time (sharding.py), and the activations of blocks are recomputed in the
-backward pass. All this changes how modules are called, but replaces no module: the names of the
-parameters and the keys of exports and checkpoints stay those of the plain model.
+FSDP2 gathers one block at a time (sharding.py). If the config says so, the activations of blocks
+are recomputed in the backward pass, and each block is compiled. All this changes how modules are
+called, but replaces no module: the names of the parameters and the keys of exports and checkpoints
+stay those of the plain model.
 """
 
 from collections import Counter
@@ -70,6 +71,7 @@ def recompute_activations(block: nn.Module) -> None:
 
     The random state is restored first, so dropout draws the same masks.
     """
+    vars(block)["own_forward"] = vars(block).get("forward")  # None: it has that of its class
     # a bound method, so that a deep copy of the block calls its own forward
     block.forward = MethodType(_recomputed_forward, block)
 
@@ -92,7 +94,7 @@ def checkpoint_activations_of_blocks(
 
 
 def _recomputed_forward(block: nn.Module, *arguments: Any, **named: Any) -> Any:
-    forward = partial(type(block).forward, block)
+    forward = getattr(block, "own_forward", None) or partial(type(block).forward, block)
     if not torch.is_grad_enabled():
         return forward(*arguments, **named)
     if not torch.compiler.is_compiling():  # compiled code updates the statistics only once

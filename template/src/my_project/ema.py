@@ -1,5 +1,6 @@
 """An exponential moving average of the weights."""
 
+import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,7 +17,7 @@ def build_ema(config: Config, model: nn.Module, optimizer: torch.optim.Optimizer
     """Return the average that the config asks for, or None.
 
     Raises:
-        ConfigError: the optimizer averages the weights itself.
+        ConfigError: the optimizer averages the weights itself, or trains them in half precision.
     """
     if not config.optim.ema_decay:
         return None
@@ -25,11 +26,19 @@ def build_ema(config: Config, model: nn.Module, optimizer: torch.optim.Optimizer
             f"optim.ema_decay is {config.optim.ema_decay}, but {config.optim.class_path} averages"
             " the weights itself, for its eval(): set optim.ema_decay to null."
         )
+    weights = [(name, p.dtype) for name, p in model.named_parameters() if p.requires_grad]
+    if half := [(name, dtype) for name, dtype in weights if torch.finfo(dtype).bits < 32]:
+        raise ConfigError(
+            f"optim.ema_decay is {config.optim.ema_decay}, but {plain_name(half[0][0])} is in"
+            f" {half[0][1]}, in which an average would round its small updates away: build the"
+            " model in float32 (with mixed_precision bf16 it computes in bfloat16), or set"
+            " optim.ema_decay to null."
+        )
     return EMA(model, config.optim.ema_decay)
 
 
 class EMA:
-    """An exponential moving average of the weights, in the same order and precision."""
+    """An exponential moving average of the trained weights, in their order and dtype."""
 
     def __init__(self, model: nn.Module, decay: float) -> None:
         self.decay = decay
@@ -92,11 +101,13 @@ MAX_SHARE = 0.05  # maximum share of the initial weights in an average
 
 
 def ema_problem(decay: float | None, steps: int) -> str:
-    """Return the problem of an average of weights over this many steps; "" if there is none."""
+    """Return why a decay is too high for a run of this many steps; "" if it is not."""
     share = (decay or 0.0) ** steps
     if share <= MAX_SHARE:
         return ""
+    digits = 10 ** (len(str(steps)) + 2)
+    limit = math.floor(MAX_SHARE ** (1 / steps) * digits) / digits  # not rounded up
     return (
         f"optim.ema_decay is {decay} and the run has {steps} steps, so {share:.0%} of the"
-        f" export would be the initial weights: lower it to at most {MAX_SHARE ** (1 / steps):.4g}."
+        f" export would be the initial weights: lower it to at most {limit}."
     )

@@ -14,13 +14,14 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from .config import ConfigError, OptimConfig
+from .contract import described, refuse
 from .recipe import Recipe, optional, source_location
 
 UNSCHEDULED = ("constant", "plateau")  # the schedules that do not depend on the number of steps
 
 
 def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
-    """Give weight decay to matrices and kernels, but not to biases and normalization weights."""
+    """Give weight decay to parameters with at least two dimensions: not to biases and norms."""
     trained = [p for p in model.parameters() if p.requires_grad]
     groups = [
         {"params": [p for p in trained if p.ndim >= 2], "weight_decay": weight_decay},
@@ -54,19 +55,24 @@ def build_optimizer(config: OptimConfig, recipe: Recipe, model: nn.Module) -> to
     """Build the optimizer from its class path, fused where the device supports it.
 
     Raises:
-        ConfigError: the groups omit or repeat a trained parameter, or have the key lr or a key
-            that looks misspelled.
+        ConfigError: the optimizer cannot be built; no parameter is trained; or the groups omit or
+            repeat a trained parameter, or have the key lr or a key that looks misspelled.
     """
     kind = optimizer_class(config)
+    if not any(p.requires_grad for p in model.parameters()):
+        raise ConfigError("no parameter of the model has requires_grad=True, so nothing can train.")
     own_groups = optional(recipe, "parameter_groups")
-    groups = list(own_groups(model)) if own_groups else parameter_groups(model, config.weight_decay)
+    returned = own_groups(model) if own_groups else parameter_groups(model, config.weight_decay)
+    if not isinstance(returned, Iterable):
+        refuse(recipe, "parameter_groups", f"returned {described(returned)}, not a list of groups.")
+    groups = list(returned)
     given_keys = {key for group in groups if isinstance(group, dict) for key in group}
     accepted = inspect.signature(kind).parameters
     arguments = {"lr": config.lr} | config.init_args
     if "weight_decay" in accepted:  # for groups without a weight_decay
         arguments.setdefault("weight_decay", config.weight_decay)
     if "fused" in accepted and not {"fused", "foreach", "capturable"} & set(arguments):
-        # FSDP will shard parameters on meta, and DTensor supports fused kernels only for Adam
+        # parameters on the meta device will be DTensors, which only Adam's fused kernels support
         is_adam = issubclass(kind, (torch.optim.Adam, torch.optim.AdamW))
         devices = ["cpu", "cuda", *["meta"] * is_adam]
         arguments["fused"] = not has_sparse_gradients(model) and all(
@@ -114,8 +120,6 @@ def check_parameters(optimizer: torch.optim.Optimizer, model: nn.Module) -> None
     trained = {name: held[id(p)] for name, p in model.named_parameters() if p.requires_grad}
     others = len(held.keys() - {id(p) for p in model.parameters()})
     wrong = [name for name, times in trained.items() if times != 1]
-    if not trained:
-        raise ConfigError("no parameter of the model has requires_grad=True, so nothing can train.")
     if wrong or others:
         raise ConfigError(
             f"parameter_groups omits or repeats {len(wrong)} of the model's {len(trained)} trained"
@@ -168,7 +172,7 @@ def gradients(parameters: Iterable[nn.Parameter]) -> list[Tensor]:
 def normalize_and_clip_(
     gradients: list[Tensor], scale: Tensor | float, clip_norm: float | None
 ) -> Tensor | float:
-    """Multiply the gradients by scale and clip them, in one pass over them.
+    """Multiply the gradients by scale and clip them, with one multiplication.
 
     Args:
         gradients: all gradients of one step, after its last backward pass.

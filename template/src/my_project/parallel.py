@@ -61,8 +61,7 @@ def build_on_device(
     # buffer separately, even buffers that share memory
     on_cpu = accelerator.device.type == "cpu"
     model = build_whole().to("cpu" if on_cpu else accelerator.device)
-    # make each parameter dense, as fused kernels need, and give it its own memory, as a move to a
-    # GPU does
+    # a clone is dense, as fused kernels need, and has memory of its own, as after a move to a GPU
     for parameter in model.parameters():
         parameter.data = parameter.data.clone()
     if config.channels_last:
@@ -84,8 +83,8 @@ def prepare(
         config: the run's config.
         model: the model, with its weights or, for FSDP, on the meta device.
         optimizer: the optimizer of the model's parameters.
-        weights: for a model on the meta device, on rank 0, its weights, and {} on other ranks;
-            None: a checkpoint fills it later, or the model has its weights.
+        weights: on rank 0, the weights of a model on the meta device; {} on the other ranks; None
+            if the model has its weights, or a checkpoint will fill it.
 
     Returns:
         The module that training calls, and the module that evaluation calls. The latter has

@@ -1,4 +1,4 @@
-"""Shard a model with FSDP2, so that no device ever holds the whole model.
+"""Shard a model with FSDP2, without a device that holds the whole model at the start.
 
 At the start, only rank 0 holds the whole model, in host memory, and no device holds more than its
 shards and one weight. Rank 0 builds the model and sends the modules and buffers to the other ranks,
@@ -165,9 +165,9 @@ def wrap_for_sharding(
 ) -> RecipeModule:
     """Shard with torch's `fully_shard`, then allocate and fill the shards.
 
-    Same arguments as parallel.prepare. accelerate's `prepare` cannot be used: it looks into our
-    wrapper to choose what is gathered together, and it finds the optimizer's parameters by address,
-    but all parameters on the meta device have the same address. This function finds them by name.
+    Same arguments as parallel.prepare. accelerate's `prepare` cannot be used, for two reasons: it
+    would look for blocks in our wrapper, and it matches the optimizer's parameters by address, but
+    all parameters on the meta device have the same address. This function matches them by name.
     """
     plugin: Any = accelerator.state.fsdp_plugin
     if optimizer.state:  # such as Adagrad's state: the last save would fail
@@ -305,9 +305,9 @@ def _apply(model: nn.Module, function: Callable[[Tensor], Tensor]) -> None:
 
 
 def allocate(model: nn.Module, device: torch.device) -> None:
-    """Allocate this rank's parameters, which are on the meta device; their values stay unset.
+    """Allocate what is on the meta device, such as this rank's shards; values stay unset.
 
-    nn.Module.to_empty would empty the buffers too, and untie weights.
+    nn.Module.to_empty would also empty buffers that have values, and untie weights.
     """
     _apply(model, lambda t: torch.empty_like(t, device=device) if t.is_meta else t)
 

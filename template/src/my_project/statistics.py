@@ -10,10 +10,11 @@ all-reduce. With one process, torch alone updates the statistics. A skipped step
 were.
 
 This is exact if all micro-batches of a step call a layer equally often. If some micro-batches call
-it more often than others, or not at all, the part of a micro-batch that called it c times is
-weighted as if each later micro-batch had called it c times too, and the weights are normalized. The
-result is then equal for any number of processes above one. A layer without a counted call keeps
-what the recipe or torch has written in it. Not handled here: SyncBatchNorm, InstanceNorm, and
+it more often than others, or not at all, it is an approximation: the part of a micro-batch that
+called the layer c times gets the weight that it would have if each later micro-batch had called the
+layer c times too, and the weights are normalized. Its result is equal for any number of processes
+above one. A layer that no micro-batch has called keeps the statistics that the recipe has written
+into it. Not handled here: SyncBatchNorm, InstanceNorm, and
 layers with momentum None, which average over all calls.
 """
 

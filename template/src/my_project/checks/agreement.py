@@ -1,7 +1,8 @@
 """Compare data, code and the model between all ranks, and data and code with the last start.
 
-If ranks differ, the run ends. A start may continue with changed data or code; the change is logged
-and recorded in metrics.jsonl. The run folder's agreement.json has what the next start compares.
+If ranks differ, the run ends (with checks.ranks end, the default). A start may continue with
+changed data or code; the change is logged and recorded in metrics.jsonl. The run folder's
+agreement.json has what the next start compares.
 """
 
 import json
@@ -94,18 +95,21 @@ class Agreement:
         self.datasets = {"the training set": train_set} | {
             f"validation set {name}": data for name, data in validation_sets.items()
         }
-        # "" if accelerate launch or torchrun has started this process
+        # "" if our launcher has not started this process
         self.launch = self.run.token.rpartition(".")[0]
         self.before = on_main_then_broadcast(
             findings.accelerator, lambda: files.read_json(self.path)
         )
-        self.is_restart_in_place = bool(self.launch and self.before.get("launch") == self.launch)
+        # a restart on other hosts is compared: a node may have joined
+        self.start = {"launch": self.launch, "hosts": self.run.hosts}
+        before = {name: self.before.get(name) for name in self.start}
+        self.is_restart_in_place = bool(self.launch) and before == self.start
         findings.is_restart_in_place = self.is_restart_in_place
         is_on = findings.is_on("data") or findings.is_on("ranks")
         self.reading = self._read() if is_on and not self.is_restart_in_place else None
 
     def _read(self, *, is_backward: bool = False) -> Reading:
-        """Read samples; only one rank of each node reads those that are read in lanes.
+        """Read samples; only one rank of each node reads lanes.
 
         A dataset with an open file is left out: another process would move the file's position.
         """
@@ -149,7 +153,7 @@ class Agreement:
             with files.writing(self.run.folder):
                 # without fsync, which takes longer than the checks; a damaged file is ignored
                 with files.open_own(self.path, "wb") as file:
-                    file.write(json.dumps({"launch": self.launch} | now).encode())
+                    file.write(json.dumps(self.start | now).encode())
 
     def _leave_out_random(self, own: Known, *compared: Known) -> None:
         """Leave out, with a warning, datasets whose samples differ each time they are read."""
@@ -161,7 +165,8 @@ class Agreement:
         for name in self.findings.gather(draws):
             for known in (own, *compared):
                 known.data.pop(name, None)
-            self.findings.add("data", f"{name} {OWN_GENERATOR}", level="warn")
+            if self.findings.is_on("data"):
+                self.findings.add("data", f"{name} {OWN_GENERATOR}", level="warn")
 
     def _compare_ranks(self, own: Known, main: Known) -> None:
         lines = [line.strip() for line in own.model if line not in main.model][:3]
@@ -220,7 +225,7 @@ def is_installed_package(name: str) -> bool:
 
 
 def is_installed(name: str, file: str) -> bool:
-    """Return whether a module is Python's or an installed package's, in any folder."""
+    """Return whether a module belongs to Python or to an installed package."""
     if file.startswith(PYTHON) or any(part in file for part in INSTALLED):
         return True
     levels = name.count(".") + file.endswith("/__init__.py")

@@ -47,7 +47,7 @@ class Findings:
             self.run.notes.append(("check", {"check": check, "problem": problem}))
 
     def passed(self, check: str, text: str) -> None:
-        """Log that a check has passed: in the log file, and in a dry run also on screen."""
+        """Log that a check found nothing: in the log file or, in a dry run, on screen."""
         if DRY_RUN in os.environ and self.run.rank == 0:
             logger.info("checks.%s: %s", check, text)
         elif LOGS in os.environ and self.run.rank == 0:
@@ -55,7 +55,7 @@ class Findings:
                 print(f"checks.{check}: {text}", file=sys.stderr)
 
     def gather(self, own: list[str]) -> dict[str, str]:
-        """Return what all ranks have found, each text with its ranks and the host of the first one.
+        """Return what all ranks have found, each text with its ranks (at most 8) and a host.
 
         Args:
             own: what this rank has found.

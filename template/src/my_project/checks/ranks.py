@@ -24,18 +24,22 @@ from ..contract import RecipeModule
 from ..step_sums import dtype_of_sums
 from .findings import Findings
 
-# Relative to the norm: differences up to ROUNDING are ignored, up to MAX_DIFFERENCE only warned of.
+# Differences relative to the norm. Up to ROUNDING, they are ignored. Up to MAX_DIFFERENCE, and for
+# buffers, the check only warns.
 ROUNDING, MAX_DIFFERENCE = 1e-5, 1e-3
 CHUNK = 2**18  # the number of elements of a tensor that are converted together
 
 REMEDY = (
-    "Only the optimizer may change a parameter. If its first value depends on samples, read them in"
-    " build_model; in place of a limit, such as nn.Embedding's max_norm, use a limited copy."
+    "Only the optimizer may change a parameter. If its initial value depends on samples, read these"
+    " in build_model. Instead of limiting a weight, as nn.Embedding's max_norm does, use a limited"
+    " copy of it in the forward."
 )
-UNEQUAL = "after step {step} the ranks differ in the {kind} {names}, by {worst:.1e} of its norm"
+UNEQUAL = (
+    "after step {step} the ranks differ in the {kind} {names}, by up to {worst:.1e} of the norm"
+)
 UNEQUAL_MESSAGES = {
     "parameter": f"{UNEQUAL}. {REMEDY}",
-    "buffer": f"{UNEQUAL}: each rank computes with its own, and rank 0's is saved. Gather the new"
+    "buffer": f"{UNEQUAL}: each rank has computed its own, and rank 0's is saved. Gather the new"
     " value from all ranks (docs/how-to/state-in-a-buffer.md).",
 }
 CHANGED = "a forward has changed the parameter {names}. " + REMEDY
@@ -98,11 +102,11 @@ class EqualRanks:
             self._note_before("", model)
 
     def after_forward(self) -> None:
-        """Check, in a single process, what the first forward of the first two steps has changed.
+        """Check which weights the first forward of a step has changed, in the first two steps.
 
-        Report a weight that changed once, such as one that is set from the first batch, and one
-        with a max_norm; not one that changes each time, such as one that is clipped. Several ranks
-        compare their weights instead.
+        A weight that changed in only one of them, such as one that is set from the first batch, is
+        reported, and so is a weight with a max_norm. A weight that changed in both, such as one
+        that is clipped, is not. This is for a single process; several ranks compare their weights.
         """
         if self.hooks or not self.before:
             return

@@ -3,6 +3,7 @@
 import os
 from collections.abc import Callable
 from contextlib import nullcontext, suppress
+from copy import deepcopy
 from difflib import get_close_matches
 from functools import partial
 from inspect import getmembers_static, isroutine, signature
@@ -41,14 +42,16 @@ def check_sums(
     """Compare what `loss` returns for a few samples and for their halves. Called by every rank.
 
     All forwards are in evaluation mode, without gradients and uncompiled: the first one in the
-    precision of training, where the sum must be float32, the others in full precision. The samples
-    are the same on every rank, and weights and buffers are restored. For a stream, the first
-    validation set is read, since a lane may take long to open.
+    precision of training, in which loss must not return a sum in half precision, the others in full
+    precision (with FSDP, also in that of training). The samples are the same on every rank, and
+    weights and buffers are restored. For a stream, the first validation set is read, since a lane
+    may take long to open.
 
     Args:
         findings: the findings of this run.
         model: the prepared model, without DDP (contract.RecipeModule).
-        train_set: the training set; its first samples are read, by a loader worker if there is one.
+        train_set: the training set; the first samples of its first epoch are read, by a loader
+            worker if there is one.
         validation_sets: the validation sets, by name.
 
     Raises:
@@ -63,7 +66,8 @@ def check_sums(
     count = min(count, batches.global_batch_size, len(data))
     if count < MIN_SAMPLES or not findings.is_on("recipe"):
         return
-    problem, device = "", accelerator.device
+    problem: str | None = None  # None: not compared
+    device = accelerator.device
 
     def check_returned(plain: nn.Module, batch: Any) -> None:
         # inside the forward, since accelerate converts all that the forward returns to float32
@@ -76,7 +80,7 @@ def check_sums(
             return np.array([float(value) for value in recipe.loss(plain, batch, 0)[:2]])
 
     def call(function: Callable[[nn.Module, Batch], T], batch: Batch) -> T:
-        """Call a function in a forward; raise its error afterwards, so that FSDP can finish it."""
+        """Call a function in the model's forward; raise its error once the forward has ended."""
         errors: list[Exception] = []
 
         def catching(plain: nn.Module, batch: Batch) -> T | None:
@@ -107,14 +111,14 @@ def check_sums(
                 problem = sums_problem(returned, count)
         except ConfigError:
             raise
-        except Exception as error:  # loss need not accept batches of another size
+        except Exception as error:  # for example, loss need not accept batches of another size
             reason = " ".join(f"{type(error).__name__}: {error}".split())
-            findings.passed("recipe", f"loss fails on half of the samples: {reason}")
+            findings.passed("recipe", f"loss and num_items cannot be compared: {reason}")
     if problem := on_main_then_broadcast(accelerator, lambda: problem):
         place = source_location(recipe.loss)
         findings.run.is_loss_a_sum = False
         findings.add("recipe", f"{type(recipe).__name__}.loss ({place}) {problem}")
-    else:
+    elif problem is not None:
         findings.passed("recipe", "loss and num_items add up")
 
 
@@ -125,7 +129,7 @@ def whole_and_halves(collate: Callable[[list], Batch], samples: list) -> list[li
     for seed, collated in enumerate(batches):
         for part in (samples, samples[:half], samples[half:]):
             seed_rng(seed)
-            collated.append(collate(part))
+            collated.append(collate(deepcopy(part)))  # since collate may change its samples
     return batches
 
 
@@ -143,7 +147,8 @@ def sums_problem(returned: Callable[[int, int], np.ndarray], count: int) -> str:
     size = np.maximum(abs(whole), abs(first) + abs(second))
     loss_adds_up, items_add_up = abs(whole - first - second) <= TOLERANCE * size
     if abs(sums[1, 0] - whole)[0] > SAME * size[0]:
-        # in a VAE, diffusion or masking, halves draw other numbers, so only a mean is recognized
+        # loss draws random numbers (a VAE, diffusion, masking), other ones for the halves, so only
+        # a mean can be recognized
         ratios = sums[:, 0, 0] / sums[:, 1:, 0].sum(1)
         loss_adds_up = not ((ratios > MEAN_RATIOS[0]) & (ratios < MEAN_RATIOS[1])).all()
         items_add_up |= (sums[..., 1] != sums[0, :, 1]).any()  # num_items is drawn too
@@ -174,7 +179,7 @@ def check_settings(findings: Findings) -> None:
         return
     config = findings.run.config
     problem = ema_problem(config.optim.ema_decay, findings.run.total_steps)
-    if problem and DRY_RUN not in os.environ:  # the EMA: a dry run has few steps
+    if problem and DRY_RUN not in os.environ:  # any EMA is near them in a dry run's few steps
         findings.add("recipe", problem)  # of the EMA
     for name, meant in misspelled(config.recipe).items():
         place = source_location(getattr(config.recipe, name))

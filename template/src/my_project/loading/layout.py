@@ -23,7 +23,7 @@ class BatchLayout:
 
     @property
     def micro_batch_size(self) -> int:
-        """Samples in the largest micro-batch; each micro-batch is one forward pass on a rank."""
+        """Samples in the largest micro-batch, and so in the largest forward pass."""
         return -(-self.global_batch_size // self.micro_batches)
 
     @property

@@ -2,12 +2,15 @@
 
 import io
 import math
+import multiprocessing
 import os
 import signal
+import subprocess
 import sys
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial, partialmethod
 from itertools import islice
 from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
@@ -145,7 +148,7 @@ def read_rows(data: Any, indices: Sequence[int]) -> list[Tensor]:
 
 
 def identity(batch: Batch) -> Batch:
-    """Return a batch unchanged, as collated by Fetch; not a lambda, since workers unpickle it."""
+    """Return a batch unchanged; not a lambda, since workers unpickle it."""
     return batch
 
 
@@ -157,7 +160,7 @@ def number_of_workers(config: BatchesConfig) -> int:
 
 
 def make_loader(config: BatchesConfig, data: Any, device: torch.device, **extra: Any) -> DataLoader:
-    """Build the DataLoader of a dataset that collates its batches, with the config's options."""
+    """Build a DataLoader that does not collate, with the config's options."""
     workers = number_of_workers(config)
     if workers and (name := open_file_in(data)):
         raise ConfigError(
@@ -197,7 +200,7 @@ def on_device(batches: Iterable[Any], device: torch.device) -> Iterator[Any]:
 
 # ---- the processes that load data ----------------------------------------------------------------
 def cpus_per_process() -> float:
-    """Return this process's share of the CPUs that affinity and the container's quota allow."""
+    """Return this process's share of the CPUs that affinity and cgroup v2's quota allow."""
     cpus: float = os.cpu_count() or 1
     if hasattr(os, "sched_getaffinity"):
         cpus = len(os.sched_getaffinity(0))
@@ -210,8 +213,9 @@ def cpus_per_process() -> float:
 def ignore_signals_except_parents(_: int) -> None:
     """Ignore signals in a loader worker: the training process handles them.
 
-    A SIGTERM from the parent still ends the worker. If the parent ends without sending one (killed,
-    os._exit), the kernel kills the worker, which otherwise could hang.
+    A SIGTERM from the training process still ends the worker. If the parent (the training process
+    or its fork server) ends without sending one (killed, os._exit), the kernel kills the worker,
+    which otherwise could hang.
     """
     prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -219,7 +223,7 @@ def ignore_signals_except_parents(_: int) -> None:
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     if not hasattr(signal, "sigwaitinfo"):  # macOS
         return
-    parent = os.getppid()
+    parent = getattr(multiprocessing.parent_process(), "pid", os.getppid())
 
     def wait_for_parent() -> None:
         while signal.sigwaitinfo({signal.SIGTERM}).si_pid != parent:
@@ -227,6 +231,11 @@ def ignore_signals_except_parents(_: int) -> None:
         os._exit(0)
 
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+    # not in what the worker starts: a dataset may end a decoder by a SIGTERM
+    unblock = partial(signal.pthread_sigmask, signal.SIG_UNBLOCK, {signal.SIGTERM})
+    os.register_at_fork(after_in_child=unblock)
+    popen: Any = subprocess.Popen
+    popen.__init__ = partialmethod(popen.__init__, preexec_fn=unblock)
     threading.Thread(target=wait_for_parent, name="signals", daemon=True).start()
 
 
@@ -275,9 +284,10 @@ class _TrialPickler(ForkingPickler):
 
 
 def check_sendable(batch: object) -> None:
-    """Raise a ConfigError in a loader worker for a batch that its queue would drop silently.
+    """In a loader worker, refuse a batch that the queue to the training process would drop.
 
-    Otherwise the training process would wait for the batch until the watchdog ends the run.
+    It would drop the batch silently, and the training process would wait for the batch until the
+    watchdog ends the run.
     """
     if get_worker_info() is None:
         return

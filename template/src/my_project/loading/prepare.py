@@ -5,15 +5,14 @@ import json
 import logging
 import os
 import socket
+import uuid
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 
-from filelock import FileLock, Timeout
-
-from ..config import Config
-from ..contract import described, refuse
-from ..files import open_own, writing
+from ..config import Config, to_dict
+from ..contract import described, plain, refuse
+from ..files import open_own, read_json, writing
 from ..process import STDERR, stderr_on_terminal
 from ..recipe import DataInfo
 from .seeding import derive_seed, seed_rng
@@ -34,13 +33,14 @@ def prepare_data(config: Config) -> DataInfo:
         ConfigError: data_info is not a dict of plain JSON.
     """
     recipe, folder = config.recipe, Path(config.runs_folder)
-    with until_all_are_done(folder, config.run_name), in_turn(folder):
+    work = f"{derive_seed(to_dict(config)['recipe']):016x}"  # the recipe's class and settings
+    with until_all_are_done(folder, config.run_name), in_turn(folder, work):
         seed_rng(derive_seed("prepare_data"))
         data_info = recipe.prepare_data()
     if not isinstance(data_info, dict):
         refuse(recipe, "prepare_data", f"returned {described(data_info)}, not a dict.")
     try:
-        return dict(json.loads(json.dumps(data_info)))
+        return plain(data_info)
     except (TypeError, ValueError) as error:
         problem = f"did not return plain JSON ({error}): convert it with int(x) or x.tolist()."
         refuse(recipe, "prepare_data", problem)
@@ -65,40 +65,47 @@ def until_all_are_done(folder: Path, run_name: str) -> Iterator[None]:
 
 
 @contextmanager
-def in_turn(folder: Path) -> Iterator[None]:
+def in_turn(folder: Path, work: str) -> Iterator[None]:
     """Wait for this process's turn.
 
-    One process of the run goes first; then one of each node, since caches may be local to a node;
-    then all others together. The first process of a node may write to the terminal, for a progress
-    bar. If the first process fails or dies, the next one does the work. The locks are files in the
-    runs folder, which the nodes share, so no process group is needed. The operating system releases
-    a lock when its process ends, for whatever reason.
+    One process goes first; then one of each node, since caches may be local to a node; then all
+    others together. Processes with other work, which may fill the same cache, take turns with
+    these. The first process of a node may write to the terminal, for a progress bar. If the first
+    process fails or dies, the next one does the work. The locks are files in the runs folder, so no
+    process group is needed; if each node has its own runs folder, each node has a first process.
+    The operating system releases a lock when its process ends, for whatever reason.
+
+    Args:
+        folder: the runs folder.
+        work: a name that is the same in processes that prepare the same data.
     """
-    with first_alone(folder / f".prepare_data.{socket.gethostname()}.lock") as is_first:
-        alone = first_alone(folder / ".prepare_data.lock") if is_first else nullcontext()
+    with first_alone(folder / f".prepare_data.{socket.gethostname()}.lock", work) as is_first:
+        alone = first_alone(folder / ".prepare_data.lock", work) if is_first else nullcontext()
         with alone, stderr_on_terminal() if is_first and STDERR else nullcontext():
             yield
 
 
 @contextmanager
-def first_alone(path: Path) -> Iterator[bool]:
-    """Let one process run the block first, then all others; yield whether this process is first."""
-    unfinished = path.with_suffix(".unfinished")  # exists until the first process has finished
-    lock = FileLock(path, mode=0o666, poll_interval=0.2)
-    held: AbstractContextManager
-    try:
-        held, waited = lock.acquire(blocking=False), False
-    except Timeout:
-        held, waited = lock.acquire(), True
-    except OSError as error:  # a file system without locks
-        logger.warning("no file locks (%s): each process prepares the data itself", error)
-        held, waited = nullcontext(), False
-    with held:
-        is_first = not waited or os.path.lexists(unfinished)
+def first_alone(path: Path, work: str = "all") -> Iterator[bool]:
+    """Let one process run the block first, then all others; yield whether this process is first.
+
+    Processes with other work use the same lock, but each work has a first process of its own.
+    """
+    finished = path.with_suffix(f".{work}.finished")  # rewritten when a first process has finished
+    with writing(path.parent):
+        lock = open_own(path, "ab")
+    with lock:
+        with suppress(PermissionError):  # another user's file
+            os.fchmod(lock.fileno(), 0o666)
+        before = read_json(finished)
+        try:
+            fcntl.lockf(lock, fcntl.LOCK_EX)  # unlike flock, not inherited by a forked process
+        except OSError as error:  # a file system without locks
+            logger.warning("no file locks (%s): each process prepares the data itself", error)
+        is_first = read_json(finished) == before  # nobody finished the work during the wait
         if is_first:
-            with writing(path.parent):
-                open_own(unfinished, "ab").close()
             yield True
-            unfinished.unlink(missing_ok=True)
+            with suppress(OSError), open_own(finished, "wb") as file:
+                file.write(json.dumps({"by": uuid.uuid4().hex}).encode())
     if not is_first:
         yield False

@@ -6,8 +6,8 @@ in turn (layout.py), so the samples of a step are the same for any world size. A
 any step without delay. For weighted sampling, a recipe returns a dataset that does the sampling
 itself (docs/how-to).
 
-Random numbers depend on the sample or the micro-batch, not on the process, so they are the same for
-any number of processes, and after a resume at any step.
+Random numbers depend on the sample or the micro-batch, not on the process. So they are the same
+after a resume at any step and, unless batches.micro_batch_size is 0, for any number of processes.
 """
 
 import hashlib
@@ -27,7 +27,7 @@ KNOWN_SEED = 20_261_122  # a number that other code is unlikely to use
 FROM_KNOWN_SEED = random.Random(KNOWN_SEED).random()
 NUMPY_FROM_KNOWN_SEED = np.random.RandomState(KNOWN_SEED).random_sample()
 SeedSamples = Literal["auto", True, False]  # see BatchesConfig.seed_samples
-# identifies a sample: (epoch, index), or a lane of a stream or an evaluation and the index
+# (epoch, index) of a sample; a lane or an evaluation puts its name in place of the epoch
 Key = tuple[int | str, int]
 
 
@@ -64,7 +64,7 @@ class Permutation:
         self.keys = [np.uint64(derive_seed(*seed, number)) for number in range(ROUNDS)]
 
     def __call__(self, positions: np.ndarray) -> np.ndarray:
-        """Return the samples at these positions, an array of any shape of integers below `size`."""
+        """Return the samples at these positions: integers below `size`, in any shape."""
         flat = self._encrypt(positions.astype(np.uint64).ravel())
         while len(beyond := np.flatnonzero(flat >= self.size)):
             flat[beyond] = self._encrypt(flat[beyond])
@@ -129,15 +129,16 @@ class SampleSeeds:
     With mode "auto", the generators of Python and NumPy are set to a known state before each
     micro-batch. If afterward the next number from either is not the first that this state yields, a
     sample has drawn from that generator. The micro-batch must then be read again, and from then on
-    both are seeded for each sample. Except in mode False, torch's generator is always seeded, so
-    torch.initial_seed() is the seed of the sample.
+    both are seeded for each sample. Except in mode False, torch's generator is seeded for each
+    sample, or with the first one's seed for a micro-batch that is read in one call;
+    torch.initial_seed() returns this seed.
     """
 
     def __init__(self, seed: int, mode: SeedSamples) -> None:
         """Seed nothing yet; with mode False, no generator is ever seeded."""
         self.seed = seed
         self.mode = mode
-        self.torch_state: torch.Tensor | None = None  # from before a read in one call
+        self.torch_state: torch.Tensor | None = None  # before samples were read in one call
 
     def each(self, keys: Iterable[Key]) -> Iterator[int]:
         """Seed the generators for each sample, with derive_seed(seed, "sample", epoch, index).
@@ -191,7 +192,7 @@ def seed_forward(seed: int, step: int | str, micro_batch: int, device: torch.dev
         seed: the run's seed.
         step: the training step, or the name of an evaluation.
         micro_batch: its number, counted over all ranks.
-        device: the model's device.
+        device: the model's device; besides the CPU, only CUDA devices are seeded.
     """
     derived = derive_seed(seed, "model", step, micro_batch)
     seed_rng(derived)
