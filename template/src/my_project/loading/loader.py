@@ -5,12 +5,10 @@ import math
 import multiprocessing
 import os
 import signal
-import subprocess
 import sys
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import partial, partialmethod
 from itertools import islice
 from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
@@ -231,11 +229,7 @@ def ignore_signals_except_parents(_: int) -> None:
         os._exit(0)
 
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
-    # not in what the worker starts: a dataset may end a decoder by a SIGTERM
-    unblock = partial(signal.pthread_sigmask, signal.SIG_UNBLOCK, {signal.SIGTERM})
-    os.register_at_fork(after_in_child=unblock)
-    popen: Any = subprocess.Popen
-    popen.__init__ = partialmethod(popen.__init__, preexec_fn=unblock)
+    # a program that a dataset starts inherits this: end it by kill(), not terminate()
     threading.Thread(target=wait_for_parent, name="signals", daemon=True).start()
 
 
