@@ -147,8 +147,9 @@ class Warned:
 
     def start(self) -> None:
         """Count each warning when its log record is made: not every logger propagates records."""
+        if not self.lines:  # a notebook may call this again
+            logging.setLogRecordFactory(partial(self._note, logging.getLogRecordFactory()))
         self.lines = mmap.mmap(-1, 1 << 16)
-        logging.setLogRecordFactory(partial(self._note, logging.getLogRecordFactory()))
 
     def _note(self, make: Callable, *arguments: Any, **options: Any) -> logging.LogRecord:
         record: logging.LogRecord = make(*arguments, **options)

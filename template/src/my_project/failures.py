@@ -154,7 +154,7 @@ def late(failures: list[Failure]) -> list[Failure]:
 # ---- frames --------------------------------------------------------------------------------------
 def library_of(file: str) -> str | None:
     """Return the name of the installed package that a file belongs to; None for the user's code."""
-    if file.startswith(PACKAGE_FOLDER):
+    if file.startswith(PACKAGE_FOLDER + os.sep):
         return None
     if match := INSTALLED.search(file):
         return match[1]
@@ -223,8 +223,9 @@ def exception_cause(error: BaseException) -> str:
 
 def is_transient(error: BaseException | None) -> bool:
     """Return whether the network or a disk was the cause, so that a retry may succeed."""
-    names, numbers = set(), set()
-    while error:
+    names, numbers, seen = set(), set(), set()
+    while error and id(error) not in seen:  # a chain may be a cycle
+        seen.add(id(error))
         names |= {kind.__name__ for kind in type(error).__mro__}
         numbers.add(getattr(error, "errno", None))
         error = error.__cause__ or error.__context__

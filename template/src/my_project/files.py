@@ -14,6 +14,7 @@ import stat
 import sys
 import tempfile
 import time
+import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import is_dataclass
@@ -99,16 +100,17 @@ def read_own(path: Path | str, *, follow: bool = False, most: int = MAX_BYTES) -
 # ---- JSON and YAML -------------------------------------------------------------------------------
 def write_atomically(path: Path, text: str) -> None:
     """Replace a file atomically: a reader sees either the old text or the new."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    temporary.unlink(missing_ok=True)  # left by a process with the same ID, or an untrusted link
+    # a random name: processes on other hosts, and threads, may write the file at this moment
+    temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}")
     try:
         with temporary.open("x", encoding="utf-8") as file:
             file.write(text)
             file.flush()
             os.fsync(file.fileno())  # otherwise a power failure can leave an empty file
         os.replace(temporary, path)
-    finally:
+    except BaseException:
         temporary.unlink(missing_ok=True)
+        raise
 
 
 def read_json(path: Path, *, follow: bool = False) -> dict[str, Any]:

@@ -72,6 +72,7 @@ class Run:
         self.paused_seconds = 0.0  # time that this start spent in evaluations and saves
         self.lengths: dict[str, int] = {}  # the length of each dataset
         self.trackers: dict[str, str] = {}  # where each tracker shows the run
+        self.exit_code: int | None = None  # set when the run has ended: no later error counts
         self.lock: IO[bytes] | None = None
         self.resumed_from: str | None = None  # the --resume path from which this run began
         self.continued_from: str | None = None  # the checkpoint that this start continued
@@ -100,6 +101,8 @@ class Run:
         """
         if not self.is_current:
             return
+        before = self.status() if self.rank else None  # rank 0 knows trackers and warnings
+        trackers = before.trackers if before else dict(self.trackers)  # a late one may add itself
         status = Status(
             outcome=outcome,
             step=self.step if failure is None else failure.step or 0,
@@ -110,9 +113,8 @@ class Run:
             from_step=self.from_step,
             seconds=round(time.monotonic() - self.began, 1),
             paused_seconds=round(self.paused_seconds, 3),
-            # of a copy, since a late tracker may add an entry
-            trackers={name: mask(link) for name, link in dict(self.trackers).items()},
-            warnings=self.status().warnings if self.rank else WARNED.count - self.warned_before,
+            trackers={name: mask(link) for name, link in trackers.items()},
+            warnings=before.warnings if before else WARNED.count - self.warned_before,
             note=note and mask(note),
             result=None if result is None else files.finite(result),
             patience=patience,
@@ -139,7 +141,11 @@ class Run:
         Two ranks may write simultaneously; the launcher, which has all error files, corrects this.
         """
         noted = self.status().failure
-        if self.token and (not noted or first_failure([noted, failure]) is failure):
+        if (
+            self.exit_code is None
+            and self.token
+            and (not noted or first_failure([noted, failure]) is failure)
+        ):
             self.write_status("failed", reason_in_status(failure), failure=failure)
 
     def record_error(self, failure: Failure) -> Failure:
@@ -200,15 +206,14 @@ class Run:
                 self._start_over()
             failures.remove_old_errors(self.folder, max(MAX_ERRORS, 2 * len(self.hosts)))
             files.write_atomically(self.folder / "config.yaml", to_yaml(self.config))
-            self.write_status("running")
-            self.token = os.environ.get(START) or uuid.uuid4().hex
+            token = os.environ.get(START) or uuid.uuid4().hex
             before = run_files.read_info(self.folder)
             self.id = before.run or self.id
-            self.provenance = keep_code(self.folder, self.config, self.id, self.token)
+            self.provenance = keep_code(self.folder, self.config, self.id, token)
             info = run_files.RunInfo(
                 format=run_files.RUN_FORMAT,
                 run=self.id,
-                launch=self.token,
+                launch=token,
                 begun_by=attempts() if before.begun_by is None else before.begun_by,
                 hosts=tuple(self.hosts),
                 numerics=self.numerics,
@@ -217,8 +222,10 @@ class Run:
                 **provenance(inspect.getsourcefile(type(self.config.recipe))),
             )
             text = json.dumps(asdict(info), indent=1) + "\n"
+            self.write_status("running")  # last, since a write before it may fail
             files.write_atomically(self.folder / "run.json", text)
-        return self.token
+            self.token = token
+        return token
 
     def compare_numerics(self, folder: Path, before: run_files.Numerics) -> None:
         """Find the numerics that changed since a checkpoint was saved, and log a warning."""
@@ -242,11 +249,17 @@ class Run:
             seconds = 1.0 if run_files.is_locked(self.folder) is False else 20.0  # with a mirror
         return files.wait_until(lambda: run_files.read_info(self.folder).launch == token, seconds)
 
-    def __del__(self) -> None:
-        """Release the lock, so that this process can train again."""
+    def close(self) -> None:
+        """Release the lock, so that other processes can train this run.
+
+        Closing any file object of the lock releases all locks of this process on it, so a run must
+        be closed before the next one is opened: the garbage collector might close it later.
+        """
         if lock := getattr(self, "lock", None):
             with suppress(OSError):  # on a full disk
                 lock.close()
+
+    __del__ = close
 
     def _lock(self) -> IO[bytes]:
         """Lock the folder for this launch; the lock is released when the process ends."""

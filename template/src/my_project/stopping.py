@@ -5,6 +5,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from types import FrameType
 
 import psutil
@@ -63,12 +64,14 @@ class StopRequest:
             self._first_signal_time = time.monotonic()
             failures.note_signal(name)
             note = f"{name}: saving and exiting within two steps; send it again after 5 s to exit"
-            # not print: the signal may have interrupted a print
-            os.write(2, f"{note} immediately\n".encode())
+            with suppress(OSError):  # the reader of stderr may be gone too
+                # not print: the signal may have interrupted a print
+                os.write(2, f"{note} immediately\n".encode())
         elif time.monotonic() - self._first_signal_time > SECOND_SIGNAL_AFTER_SECONDS:
             raise KeyboardInterrupt(f"by a second signal, {name}")
 
     def __enter__(self) -> "StopRequest":
+        LAUNCHER.stop_signal = ""  # an earlier run of this process may have been told to stop
         if threading.current_thread() is threading.main_thread():
             numbers = {*STOP_SIGNALS}
             # sent by a closed terminal, unless nohup has it ignored; torchrun forwards it anyway
@@ -82,7 +85,7 @@ class StopRequest:
         LAUNCHER.leave_at = float("inf")
         LAUNCHER.ends_process = True
         for number, handler in self._handlers.items():
-            signal.signal(number, handler)
+            signal.signal(number, handler or signal.SIG_DFL)  # None: C code had installed it
 
 
 def first_reason(reasons: list[str], hosts: list[str]) -> str:
