@@ -281,7 +281,6 @@ def locks_of_two_runs(config: Config) -> list[list[str]]:
     second = Run(config, 0)
     kept.clear()
     locked = [after_first, script(look)]
-    second.close()
     return locked
 
 
