@@ -278,10 +278,8 @@ def locks_of_two_runs(config: Config) -> list[list[str]]:
     assert loop.main(config) == 75
     look = LOCKED.format(folder=str(config.folder))
     after_first = script(look)
-    second = Run(config, 0)
-    kept.clear()
-    locked = [after_first, script(look)]
-    return locked
+    kept[:] = [Run(config, 0)]  # this frees the first one only after it has opened the second
+    return [after_first, script(look)]
 
 
 def test_a_run_is_unlocked_when_it_ends_and_not_while_the_next_one_trains(tmp_path):

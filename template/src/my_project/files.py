@@ -1,4 +1,4 @@
-"""Open and write files safely, read JSON and YAML, hash the code, define errors that users can fix.
+"""Open and write files safely, read JSON and YAML, define errors that users can fix.
 
 A file is written under a temporary name, flushed to disk and renamed. This module imports no other
 module of the project.
@@ -122,7 +122,7 @@ def read_json(path: Path, *, follow: bool = False) -> dict[str, Any]:
     return content if isinstance(content, dict) else {}
 
 
-hints_of_fields = cache(get_type_hints)  # 0.1 ms for each class
+hints_of_fields = cache(get_type_hints)  # it takes 0.1 ms per class
 
 
 def from_object(kind: type[T], content: Json, *, is_strict: bool = True) -> T:
@@ -206,7 +206,7 @@ def writing(folder: Path, consequence: str = "") -> Iterator[None]:
 
 
 def temporary_folder() -> Path:
-    """Create and return a temporary folder that only this user can write to."""
+    """Return this user's temporary folder; create it if necessary, closed to others."""
     folder = Path(tempfile.gettempdir(), f"{__name__.partition('.')[0]}-{os.getuid()}")
     folder.mkdir(mode=0o700, exist_ok=True)
     if folder.lstat().st_uid != os.getuid():  # for a link: the link's owner, not its target's

@@ -55,7 +55,7 @@ class Run:
         self.total_steps = 0  # 0 until the data is known
         self.step = 0  # steps done, for failure reports
         self.progress_time: float | None = None  # when progress was last noted
-        self.is_stepping = False  # whether that progress was a step: then the next is due soon
+        self.is_stepping = False  # whether that was the end of a step: the short limit applies
         self.is_loss_a_sum = True  # False once checks/recipe.py finds that it is not
         self.first_step_time: float | None = None  # when the first step of this start ended
         self.from_step: int | None = None  # the number of steps done before that first step
@@ -151,8 +151,8 @@ class Run:
     def record_error(self, failure: Failure) -> Failure:
         """Write an error file of this rank into errors/; return its content.
 
-        A start that is refused before it begins the run writes no file: the folder may be another
-        run's.
+        If a setting is refused before this start has begun the run, no file is written: the folder
+        may be another run's.
         """
         progress = {"step": self.step, "progress_time": self.progress_time}
         failure = replace(failure, rank=self.rank, launch=self.token, **progress)
@@ -190,8 +190,8 @@ class Run:
             The token of this start.
 
         Raises:
-            ConfigError: the folder is no longer this launch's or has a different format, or a save
-                there would fail.
+            ConfigError: the folder is no longer this launch's, or has a different format or
+                settings, or a save there would fail.
         """
         self.check_lock()
         starts_over = starts_over_now(self.config)
@@ -288,8 +288,8 @@ class Run:
     def check_lock(self) -> None:
         """Refuse to continue if this launch has lost the run folder.
 
-        The folder is lost if it was moved or removed with its lock, or if its storage has no file
-        locks and another launch has begun the run.
+        The folder is lost if it was moved or removed with its lock, or if another launch has begun
+        the run, which only a folder without a lock allows.
 
         Raises:
             TransientError: the folder is lost; a folder of that name may now be another launch's.
@@ -306,13 +306,15 @@ class Run:
             )
         if not self.is_current:
             raise files.TransientError(
-                f"another launch has begun {self.folder}, whose storage has no file locks, so this"
-                " older one ends and saves nothing more there: choose another --run_name for one of"
-                " them."
+                f"another launch has begun {self.folder} (its storage has no file locks, or this"
+                " launch lost its lock), so this older one ends and saves nothing more there:"
+                " choose another --run_name for one of them."
             )
 
     def _start_over(self) -> None:
-        """Move the contents of the folder aside, except the lock and the logs of this launch.
+        """Move the contents of the folder aside, except .lock and logs/.
+
+        The logs of all launches stay, since those of this launch, on any node, are being written.
 
         The order ensures that a kill never leaves a partial run that looks whole: first the
         outcome; then the records, since a start that finds no checkpoints would drop them; then the
@@ -343,8 +345,8 @@ def starts_over_now(config: Config) -> bool:
 def refuse_other_settings(config: Config) -> None:
     """Refuse a run folder if settings that affect its training curve differ from the config's.
 
-    A saved setting that no longer exists is ignored, unless run.json lists it among the settings
-    that change the curve and were not at their defaults.
+    A saved setting that no longer exists is ignored, unless it is in `fixed_settings` of run.json:
+    then it had a value other than its default.
     """
     path = config.folder / "config.yaml"
     is_begun = run_files.checkpoints(config.folder) or (config.folder / "export").exists()
@@ -412,7 +414,7 @@ def failures_recorded(run: Run) -> Iterator[None]:
             )
         failure = failures.exception_failure(error)
         if run.step and failure.cause == "exception":
-            # not 2, since a run that has done steps, even in an earlier start, may work again
+            # not exit code 2: a run that has done steps, even in an earlier start, may work again
             failure = replace(failure, exit_code=1)
         failure = run.record_error(failure)
         setattr(error, "failure", failure)  # noqa: B010 - see failures.report_once
@@ -423,8 +425,8 @@ def failures_recorded(run: Run) -> Iterator[None]:
 def ignore_ended_workers() -> None:
     """Remove torch's SIGCHLD handler, which raises for each loader worker that died.
 
-    The signal often comes after the queue has failed: the handler would raise in the middle of the
-    report, and the record of why the run failed would be lost.
+    SIGCHLD often arrives after the DataLoader's queue has already raised. The handler would then
+    interrupt the report, and the reason for the failure would be lost.
     """
     while True:
         try:

@@ -32,8 +32,8 @@ class StopRequest:
         self._stop_after = config.stop_after
         self._stop_at = float("inf")
         if config.stop_after:
-            # stop_after counts from the start of the launcher, over restarts; without a launcher,
-            # from the start of the process, before its imports
+            # stop_after counts from the start of our launcher, over restarts; without it, also
+            # under torchrun, from the start of the process, before its imports
             began = float(os.environ.get("LAUNCH_TIME") or psutil.Process().create_time())
             self._stop_at = (
                 time.monotonic() + began + parse_duration(config.stop_after) - time.time()
@@ -52,7 +52,7 @@ class StopRequest:
         return bool(self.reason)
 
     def loop_begins(self) -> None:
-        """From now on, save before this process ends if the launcher exits or a signal comes."""
+        """From now on, if the launcher exits or a signal comes, let the loop save first."""
         LAUNCHER.ends_process = False
         for number in self._handlers:  # again, since an import may have replaced the handlers
             signal.signal(number, self._handle)
@@ -74,7 +74,7 @@ class StopRequest:
         LAUNCHER.stop_signal = ""  # an earlier run of this process may have been told to stop
         if threading.current_thread() is threading.main_thread():
             numbers = {*STOP_SIGNALS}
-            # sent by a closed terminal, unless nohup has it ignored; torchrun forwards it anyway
+            # a closed terminal sends SIGHUP; under nohup it is ignored, but torchrun forwards it
             is_ignored = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
             if not is_ignored or "TORCHELASTIC_RUN_ID" in os.environ:
                 numbers.add(signal.SIGHUP)

@@ -41,9 +41,9 @@ class LastResort:
     signal only removes the signal's handler (System V semantics); the second finds no handler and
     ends the process. While a process is suspended (Ctrl-Z, a scheduler), the kernel keeps only one
     signal, so a suspension never ends the process. Shortly before the end, stacks are written to a
-    file in the log folder or, without one, to stderr. A suspension may cause them to be written
-    too; they are then removed from the file again. Without glibc, faulthandler ends the process,
-    and suspended time counts too.
+    file in the log folder or, without one, to stderr. A suspension may cause stacks to be written
+    too; `set` then removes them. Without glibc, faulthandler ends the process, and suspended time
+    counts too.
     """
 
     def __init__(self, rank: int) -> None:
@@ -83,8 +83,9 @@ class Watchdog:
 
     The long limit applies to startup, saves, each micro-batch of an evaluation, the end of a run,
     and the first step after any of these; the short limit applies to all other steps. Time in which
-    the process was suspended (Ctrl-Z) or pdb waited for a command does not count. The limit does
-    not depend on the backend, so a loader or storage that hangs is noticed too.
+    the process was suspended (Ctrl-Z) does not count; when pdb waits for a command, the count
+    starts at 0 again. The limit does not depend on the backend, so a loader or storage that hangs
+    is noticed too.
     """
 
     def __init__(self, run: Run) -> None:
