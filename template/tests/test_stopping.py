@@ -271,3 +271,13 @@ def test_after_the_loop_a_launcher_that_is_gone_ends_the_process_again(tmp_path)
         stop.loop_begins()
         assert not stopping.LAUNCHER.ends_process, "the loop saves first"
     assert stopping.LAUNCHER.ends_process
+
+
+def test_a_run_forgets_the_signal_of_an_earlier_run_and_restores_handlers(tmp_path):
+    before = signal.getsignal(signal.SIGUSR1)
+    stopping.LAUNCHER.stop_signal = "SIGINT"
+    with stopping.StopRequest(make_config(tmp_path)) as stop:
+        assert stopping.LAUNCHER.stop_signal == ""
+        stop._handlers[signal.SIGUSR1] = None  # that of C code, which Python cannot restore
+    assert signal.getsignal(signal.SIGUSR1) == signal.SIG_DFL
+    signal.signal(signal.SIGUSR1, before)

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
-from my_project import exits, failures, run_files, watchdog
+from my_project import exits, failures, run_files, run_folder, watchdog
 from my_project.config import ConfigError
 from my_project.files import from_object
 from my_project.launching.launch import as_failed
@@ -116,6 +116,58 @@ def test_each_kind_of_failure_is_written_and_read_back(tmp_path, monkeypatch, ki
     status = run.status()
     assert (status.outcome, status.step) == ("failed", step)
     assert status.failure == replace(failure, frames=(), details="", source=None)
+
+
+@pytest.mark.timeout(60)
+def test_a_cycle_of_exceptions_has_an_end(tmp_path):
+    first, second = ValueError("the first"), ValueError("the second")
+    first.__cause__, second.__context__ = second, first
+    with (
+        pytest.raises(ValueError, match="the first"),
+        failures_recorded(Run(make_config(tmp_path), rank=0)),
+    ):
+        raise first
+    assert not failures.is_transient(first)
+    second.__cause__ = TimeoutError()
+    assert failures.is_transient(first)
+
+
+def test_another_rank_that_fails_keeps_the_trackers_in_the_status(tmp_path):
+    run, other = (Run(make_config(tmp_path), rank=rank) for rank in (0, 1))
+    run.trackers = {"tensorboard": "runs/x"}
+    other.sees(run.begin())
+    other.fail(failed("exception", rank=1))
+    assert run.status().failure
+    assert run.status().trackers == run.trackers
+
+
+def test_a_start_that_cannot_begin_the_run_leaves_its_outcome(tmp_path, monkeypatch):
+    def fail(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    run = Run(make_config(tmp_path), rank=0)
+    run.write_status("finished", result={"loss": 1.0})
+    monkeypatch.setattr(run_folder, "keep_code", fail)
+    with pytest.raises(ConfigError, match="cannot be written to"), failures_recorded(run):
+        run.begin()
+    assert (run.status().outcome, run.token) == ("finished", "")
+
+
+def test_until_the_run_is_open_a_rank_may_wait_for_others_too(tmp_path, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setattr(watchdog, "waits_for_others", lambda file: True)
+    monkeypatch.setattr(watchdog, "ABORT_WAIT_SECONDS", 0.0)
+    run = Run(make_config(tmp_path), rank=0)
+    watchdog.Watchdog(run)._report(3.0)
+    (failure,) = run_files.read_errors(run.folder, "")
+    assert failure.cause == "waiting"
+
+
+def test_a_package_whose_name_begins_like_the_projects_is_a_library(monkeypatch):
+    folder = "/python/site-packages/my_project"
+    monkeypatch.setattr(failures, "PACKAGE_FOLDER", folder)
+    assert failures.library_of(f"{folder}/train.py") is None
+    assert failures.library_of(f"{folder}_tools/a.py") == "my_project_tools"
 
 
 def test_a_report_from_before_the_run_is_open_is_in_the_log_folder(tmp_path, monkeypatch):

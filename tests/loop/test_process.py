@@ -10,7 +10,8 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,13 +19,16 @@ from typing import Any
 import pytest
 import test_launch
 from my_project import process
+from my_project import train as loop
 from my_project.config import Config
 from my_project.files import wait_until
 from my_project.launching import workers
+from my_project.run_folder import Run
 from ragged import Ragged
 from runs import make_config, quick, status, train
 from test_launch import outcome, steps_done
-from world import run_world
+from test_resume import interrupted_at
+from world import World, run_world
 
 ACCELERATE, LAUNCH = "accelerate.commands.launch", "my_project.launch"
 
@@ -229,6 +233,80 @@ def test_a_signal_is_heeded_though_a_library_has_replaced_the_handler(tmp_path, 
     config = make_config(tmp_path, Deaf(method=method), steps=20)
     assert run_world(1, main, config) == [75]
     assert 4 <= status(config)["step"] <= 6
+
+
+def with_dead_stderr(config: Config) -> int:
+    """Train while nobody reads stderr any more, such as a tee that Ctrl-C has ended."""
+    read_end, write_end = os.pipe()
+    os.close(read_end)
+    os.dup2(write_end, 2)
+    return train(config)
+
+
+def test_a_stop_signal_is_heeded_though_nobody_reads_stderr(tmp_path):
+    config = interrupted_at(make_config(tmp_path), 2, rank=0)
+    assert run_world(1, with_dead_stderr, config) == [75]
+    assert status(config)["outcome"] == "preempted"
+
+
+def test_a_hang_ends_the_run_though_nobody_reads_stderr(tmp_path):
+    limits = {"distributed__timeout_seconds": 2, "distributed__startup_timeout_seconds": 2}
+    recipe = Ragged(fault="hang", fault_in="build_model", fault_on_rank=0)
+    config = make_config(tmp_path, recipe, **limits)
+    with closing(World(1, with_dead_stderr, config)) as world:
+        with pytest.raises(RuntimeError, match="the process died"):
+            world.results(60)
+    assert "no progress for 2 s; stalled at strike (" in status(config)["reason"]
+
+
+# ---- several runs in one process -----------------------------------------------------------------
+LOCKED = """
+from pathlib import Path
+from my_project.run_files import is_locked
+print(is_locked(Path({folder!r})))
+"""
+
+
+def locks_of_two_runs(config: Config) -> list[list[str]]:
+    kept = []
+
+    def keep(*arguments: Any) -> Run:  # as a cycle of references does
+        kept.append(Run(*arguments))
+        return kept[-1]
+
+    loop.Run = keep
+    assert loop.main(config) == 75
+    look = LOCKED.format(folder=str(config.folder))
+    after_first = script(look)
+    kept[:] = [Run(config, 0)]  # this frees the first one only after it has opened the second
+    return [after_first, script(look)]
+
+
+def test_a_run_is_unlocked_when_it_ends_and_not_while_the_next_one_trains(tmp_path):
+    config = make_config(tmp_path, stop_after="0s")
+    assert run_world(1, locks_of_two_runs, config) == [[["False"], ["True"]]]
+
+
+def fail_at_the_end(config: Config) -> int:
+    start = loop.start_accelerator
+
+    @contextmanager
+    def failing(config: Config) -> Iterator[Any]:
+        with start(config) as accelerator:
+            yield accelerator
+        raise OSError("the teardown has failed")
+
+    loop.start_accelerator = failing
+    return train(config)
+
+
+@pytest.mark.parametrize(("stop_after", "outcome"), [(None, "finished"), ("0s", "preempted")])
+def test_an_error_in_the_teardown_does_not_change_the_outcome(tmp_path, stop_after, outcome):
+    config = make_config(tmp_path, steps=2, stop_after=stop_after)
+    with pytest.raises(RuntimeError, match="the teardown has failed"):
+        run_world(1, fail_at_the_end, config)
+    assert status(config)["outcome"] == outcome
+    assert bool(status(config)["result"]) == (outcome == "finished")
 
 
 # ---- the real launchers --------------------------------------------------------------------------

@@ -83,6 +83,20 @@ def test_a_launch_that_another_has_followed_saves_nothing(tmp_path):
     newer.check_lock()
 
 
+def test_a_file_that_another_thread_writes_too_is_replaced_whole(tmp_path, monkeypatch):
+    path, flush = tmp_path / "status.json", os.fsync
+
+    def write_too(descriptor: int) -> None:
+        monkeypatch.setattr(os, "fsync", flush)
+        files.write_atomically(path, "the other's")
+        flush(descriptor)
+
+    monkeypatch.setattr(os, "fsync", write_too)
+    files.write_atomically(path, "ours")
+    assert path.read_text() == "ours"
+    assert os.listdir(tmp_path) == ["status.json"]
+
+
 def test_a_launcher_takes_no_start_of_another_one_for_its_own(tmp_path):
     first, second = (Starts(folder=tmp_path, limit=3, about={"nodes": 1}) for _ in range(2))
     (tmp_path / "run.json").write_text(json.dumps({"launch": first.id}))

@@ -39,9 +39,10 @@ def main() -> None:
     if command in ("-h", "--help"):
         print(f"usage: python -m {__package__} COMMAND ...; COMMAND --help lists its options\n")
         for name, file in available.items():
-            text = file.read_text(encoding="utf-8").strip('"')
+            text = file.read_text(encoding="utf-8")
             text = getattr(commands, name).__doc__ if name in search_path.ON_WEIGHTS else text
-            print(f"  {name:10} {text.splitlines()[0]}")
+            first_line = text.splitlines()[0].strip('"')
+            print(f"  {name:10} {first_line}")
     elif command not in available:
         hint = did_you_mean(command, available) or f"; use one of {', '.join(available)}."
         exit_with_error(ConfigError(f"there is no command {command}{hint}"))

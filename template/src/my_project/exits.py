@@ -45,9 +45,10 @@ class Outcome:
 def errors_reported(outcome: Outcome, failures: Any = Exception) -> Iterator[None]:
     """Report an exception of the block, and turn it into an exit code.
 
-    A ConfigError, which the user can fix, gives a message and the error's exit code. Any other
-    exception gives an error file (failures.py), the traceback, and code 2 if a retry would fail
-    too, else 1. As a context, it adds no call to the traceback of a command.
+    A ConfigError, which the user can fix, gives a message and the error's exit code. A
+    KeyboardInterrupt gives one line and code 130. Any other exception gives an error file
+    (failures.py), the traceback, and code 2 if a retry would fail too, else 1. This is a context
+    manager, so it adds no frame to the traceback of a command.
     """
     try:
         yield
@@ -146,9 +147,13 @@ class Warned:
         return len(self.lines) - self.lines[:].count(b"\0")
 
     def start(self) -> None:
-        """Count each warning when its log record is made: not every logger propagates records."""
+        """Start to count warnings.
+
+        Each is counted when its log record is made, since not every logger propagates records.
+        """
+        if not self.lines:  # a notebook may call this again
+            logging.setLogRecordFactory(partial(self._note, logging.getLogRecordFactory()))
         self.lines = mmap.mmap(-1, 1 << 16)
-        logging.setLogRecordFactory(partial(self._note, logging.getLogRecordFactory()))
 
     def _note(self, make: Callable, *arguments: Any, **options: Any) -> logging.LogRecord:
         record: logging.LogRecord = make(*arguments, **options)
@@ -187,7 +192,7 @@ def is_printed(name: str) -> bool:
 
 
 def _is_stderr(stream: Any) -> bool:
-    """Return whether a stream writes to stderr, such as an old sys.stderr that a library kept."""
+    """Return whether a stream writes to stderr; a library may have kept an old sys.stderr."""
     with suppress(Exception):  # None, or a stream without a file
         return stream is sys.stderr or stream.fileno() == 2
     return False
@@ -199,14 +204,14 @@ def _is_from_project(record: logging.LogRecord) -> bool:
 
 
 def set_up_logging() -> None:
-    """Log all messages of rank 0, and the warnings and errors of other ranks with their rank.
+    """Log messages of rank 0 from INFO on; of other ranks only warnings and errors, with the rank.
 
-    Messages of libraries go to stderr. Under the launcher, stderr is the log file, and the terminal
-    shows a line for each warning of rank 0 too.
+    Some libraries log only warnings and errors. Messages of libraries go to stderr. Under the
+    launcher, stderr is the log file, and the terminal shows a line for each warning of rank 0 too.
     """
     rank = world()[1]
     prefix = f"[{process_name()}] %(levelname)s " if rank else ""
-    # a copy of stderr: it stays the log file even while prepare_data sends stderr to the terminal
+    # a copy, which still goes to the log file while prepare_data sends stderr to the terminal
     stderr = open(os.dup(2), "w") if STDERR else sys.stderr  # noqa: SIM115
     on_stdout, on_stderr = logging.StreamHandler(sys.stdout), logging.StreamHandler(stderr)
     on_stdout.addFilter(_is_from_project)

@@ -1,8 +1,9 @@
 """Error files: a process that fails writes one, which the launcher and the tools read.
 
-docs/run-folder.md describes its fields. The file is written to <run folder>/errors/ and, under the
-launcher, to the log folder of the start and to a temporary folder; these two exist before the run
-folder is open. Another file is written for torchrun, whose summary shows the first failure.
+docs/run-folder.md describes its fields. The file is written to <run folder>/errors/. Under the
+launcher it is also written to the log folder of the start and to a temporary folder, since both
+exist before the run folder is open. Another file is written for torchrun, whose summary shows the
+first failure.
 """
 
 import errno
@@ -142,8 +143,8 @@ def first_failure(failures: list[Failure]) -> Failure | None:
 def late(failures: list[Failure]) -> list[Failure]:
     """Return the failures of ranks that lost contact after others had given up waiting for them.
 
-    Such a rank was suspended or cut off. It had made no progress for longer than its watchdog
-    allows, but the watchdog measures only the time during which the rank ran.
+    Such a rank was suspended or cut off. It made no progress for longer than its watchdog allows,
+    but the watchdog did not end it, since it counts only the time during which the rank ran.
     """
     waited = [failure.idle_seconds for failure in failures if failure.cause == "waiting"]
     limit = max(waited, default=float("inf")) + LATE_SECONDS
@@ -154,7 +155,7 @@ def late(failures: list[Failure]) -> list[Failure]:
 # ---- frames --------------------------------------------------------------------------------------
 def library_of(file: str) -> str | None:
     """Return the name of the installed package that a file belongs to; None for the user's code."""
-    if file.startswith(PACKAGE_FOLDER):
+    if file.startswith(PACKAGE_FOLDER + os.sep):
         return None
     if match := INSTALLED.search(file):
         return match[1]
@@ -223,8 +224,9 @@ def exception_cause(error: BaseException) -> str:
 
 def is_transient(error: BaseException | None) -> bool:
     """Return whether the network or a disk was the cause, so that a retry may succeed."""
-    names, numbers = set(), set()
-    while error:
+    names, numbers, seen = set(), set(), set()
+    while error and id(error) not in seen:  # a chain may be a cycle
+        seen.add(id(error))
         names |= {kind.__name__ for kind in type(error).__mro__}
         numbers.add(getattr(error, "errno", None))
         error = error.__cause__ or error.__context__
@@ -370,9 +372,9 @@ def write_to_logs(kind: str, content: dict[str, Json]) -> None:
 def say_error(error: ConfigError) -> int:
     """Print an error; return its exit code.
 
-    All processes of a launch raise the same error. Local rank 0 prints it immediately; the others
-    print it only if the launcher has not ended them within 5 s. torchrun returns 1 for any exit
-    code of its processes; our launcher reads the code and message from the error file.
+    All processes of a launch raise most of these errors. Local rank 0 prints its error immediately;
+    the others print theirs only if the launcher has not ended them within 5 s. torchrun returns 1
+    for any exit code of its processes; our launcher reads the code and message from the error file.
     """
     report_once(error)
     if os.environ.get("LOCAL_RANK", "0") != "0":

@@ -1,4 +1,4 @@
-"""Open and write files safely, read JSON and YAML, hash the code, define errors that users can fix.
+"""Open and write files safely, read JSON and YAML, define errors that users can fix.
 
 A file is written under a temporary name, flushed to disk and renamed. This module imports no other
 module of the project.
@@ -14,6 +14,7 @@ import stat
 import sys
 import tempfile
 import time
+import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import is_dataclass
@@ -99,16 +100,17 @@ def read_own(path: Path | str, *, follow: bool = False, most: int = MAX_BYTES) -
 # ---- JSON and YAML -------------------------------------------------------------------------------
 def write_atomically(path: Path, text: str) -> None:
     """Replace a file atomically: a reader sees either the old text or the new."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    temporary.unlink(missing_ok=True)  # left by a process with the same ID, or an untrusted link
+    # a random name: processes on other hosts, and threads, may write the file at this moment
+    temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}")
     try:
         with temporary.open("x", encoding="utf-8") as file:
             file.write(text)
             file.flush()
             os.fsync(file.fileno())  # otherwise a power failure can leave an empty file
         os.replace(temporary, path)
-    finally:
+    except BaseException:
         temporary.unlink(missing_ok=True)
+        raise
 
 
 def read_json(path: Path, *, follow: bool = False) -> dict[str, Any]:
@@ -120,7 +122,7 @@ def read_json(path: Path, *, follow: bool = False) -> dict[str, Any]:
     return content if isinstance(content, dict) else {}
 
 
-hints_of_fields = cache(get_type_hints)  # 0.1 ms for each class
+hints_of_fields = cache(get_type_hints)  # it takes 0.1 ms per class
 
 
 def from_object(kind: type[T], content: Json, *, is_strict: bool = True) -> T:
@@ -204,7 +206,7 @@ def writing(folder: Path, consequence: str = "") -> Iterator[None]:
 
 
 def temporary_folder() -> Path:
-    """Create and return a temporary folder that only this user can write to."""
+    """Return this user's temporary folder; create it if necessary, closed to others."""
     folder = Path(tempfile.gettempdir(), f"{__name__.partition('.')[0]}-{os.getuid()}")
     folder.mkdir(mode=0o700, exist_ok=True)
     if folder.lstat().st_uid != os.getuid():  # for a link: the link's owner, not its target's

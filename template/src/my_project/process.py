@@ -62,8 +62,8 @@ def attempts() -> dict[str, int]:
     """Return the attempt number in each launch that this process belongs to, by launch name.
 
     The number rises when our launcher or torchrun restarts the command in place, and when Slurm
-    requeues the job. Outside Slurm, a process without a launcher has no attempts; nor has a
-    process that accelerate launch starts alone.
+    requeues the job. Outside Slurm, the result is empty for a process without a launcher, and for
+    the only process of an accelerate launch.
     """
     environment = os.environ
     launch, _, count = environment.get(START, "").rpartition(".")
@@ -103,8 +103,8 @@ def garbage_collected_at_records() -> Iterator[None]:
     A rank that pauses delays all ranks. So objects that exist now are not examined again (a full
     collection would take a tenth of a second), and records/recorder.py collects after the same step
     on all ranks. Between records, Python starts a collection only when the number of objects
-    created, minus the number freed, exceeds GARBAGE_OBJECTS. If records are rare, this limits the
-    reference cycles that steps leave.
+    created, minus the number freed, exceeds GARBAGE_OBJECTS. These collections limit the reference
+    cycles that steps leave if records are rare.
     """
     limits = gc.get_threshold()
     gc.collect()
@@ -117,7 +117,8 @@ def garbage_collected_at_records() -> Iterator[None]:
         gc.unfreeze()  # otherwise C++ modules report frozen objects as leaked at exit
 
 
-HELD_SECONDS = 30.0  # if a watchdog is silent for this long after its limit, it is stuck too
+# If the watchdog does not act within this time after its limit, C code holds Python's lock.
+HELD_SECONDS = 30.0
 
 
 def stacks_file(logs: str, rank: int) -> Path:
@@ -252,7 +253,7 @@ class Launcher:
         self.pid: int | None = None
         self.ends_process = True  # False in the training loop, which saves first (StopRequest)
         self.leave_at = float("inf")  # time.monotonic() at which to exit after a stop signal
-        self.stop_signal = ""  # the name of the first signal that told this process to stop
+        self.stop_signal = ""  # the name of the first signal that told the run to stop
         self._signals = -1  # the pipe into which Python writes the number of each handled signal
         self._pipe: list[int] = []  # the pipe to the parent: readable once the parent has ended
 
@@ -262,7 +263,7 @@ class Launcher:
         return self.pid is not None and os.getppid() != self.pid
 
     def watch(self, pid: int | None = None) -> None:
-        """Exit this process when the launcher has ended, or when a stop signal has no effect.
+        """Exit this process when the launcher has ended, or when one of STOP_SIGNALS has no effect.
 
         Args:
             pid: the pid of the launcher, which may have ended already; by default, the parent's.

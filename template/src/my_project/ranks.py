@@ -83,7 +83,7 @@ def open_run(
 
     Raises:
         ConfigError: settings, versions or the lengths of datasets differ between ranks, or a node
-            does not see the run folder that rank 0 wrote to.
+            does not see the run folder that rank 0 wrote to; or as Run.begin.
     """
     facts: dict[str, Hashable] = {name: derive_seed(value) for name, value in must_agree.items()}
     facts |= {f"the length of {name}": length for name, length in lengths.items()}
@@ -94,7 +94,7 @@ def open_run(
     seen = gather_on_main(accelerator, run.sees(token))
     others = {host for host, sees in zip(run.hosts, seen, strict=False) if not sees}
     hosts = on_main_then_broadcast(accelerator, lambda: ", ".join(sorted(others)))
-    run.is_shared, must_be_shared = not hosts, True  # the next line belongs to an optional part
+    run.is_shared, must_be_shared = not hosts, True  # an owner may delete the next line
     must_be_shared = not run.config.checkpoints.mirror
     if hosts and must_be_shared:
         raise ConfigError(not_shared(run.folder, hosts, run.hosts[0]))

@@ -30,7 +30,7 @@ from .files import (
 
 RUN_FORMAT = 1  # the format of a run folder, recorded in run.json (docs/run-folder.md)
 BLOCK_BYTES = 1 << 16  # size of one read from the end of a file
-ENDED = ("finished", "preempted")  # the outcomes after which no step has to be done again
+ENDED = ("finished", "preempted")  # the outcomes that lose no step
 Numerics: TypeAlias = dict[str, str | bool | int | None]  # see accelerator.numerics
 MAX_STEP = 2**53  # a float represents every smaller step exactly
 

@@ -55,7 +55,7 @@ class Run:
         self.total_steps = 0  # 0 until the data is known
         self.step = 0  # steps done, for failure reports
         self.progress_time: float | None = None  # when progress was last noted
-        self.is_stepping = False  # whether that progress was a step: then the next is due soon
+        self.is_stepping = False  # whether that was the end of a step: the short limit applies
         self.is_loss_a_sum = True  # False once checks/recipe.py finds that it is not
         self.first_step_time: float | None = None  # when the first step of this start ended
         self.from_step: int | None = None  # the number of steps done before that first step
@@ -72,6 +72,7 @@ class Run:
         self.paused_seconds = 0.0  # time that this start spent in evaluations and saves
         self.lengths: dict[str, int] = {}  # the length of each dataset
         self.trackers: dict[str, str] = {}  # where each tracker shows the run
+        self.exit_code: int | None = None  # set when the run has ended: no later error counts
         self.lock: IO[bytes] | None = None
         self.resumed_from: str | None = None  # the --resume path from which this run began
         self.continued_from: str | None = None  # the checkpoint that this start continued
@@ -107,6 +108,8 @@ class Run:
         """
         if not self.is_current:
             return
+        before = self.status() if self.rank else None  # rank 0 knows trackers and warnings
+        trackers = before.trackers if before else dict(self.trackers)  # a late one may add itself
         status = Status(
             outcome=outcome,
             step=self.step if failure is None else failure.step or 0,
@@ -117,9 +120,8 @@ class Run:
             from_step=self.from_step,
             seconds=round(time.monotonic() - self.began, 1),
             paused_seconds=round(self.paused_seconds, 3),
-            # of a copy, since a late tracker may add an entry
-            trackers={name: mask(link) for name, link in dict(self.trackers).items()},
-            warnings=self.status().warnings if self.rank else WARNED.count - self.warned_before,
+            trackers={name: mask(link) for name, link in trackers.items()},
+            warnings=before.warnings if before else WARNED.count - self.warned_before,
             note=note and mask(note),
             result=None if result is None else files.finite(result),
             patience=patience,
@@ -146,14 +148,18 @@ class Run:
         Two ranks may write simultaneously; the launcher, which has all error files, corrects this.
         """
         noted = self.status().failure
-        if self.token and (not noted or first_failure([noted, failure]) is failure):
+        if (
+            self.exit_code is None
+            and self.token
+            and (not noted or first_failure([noted, failure]) is failure)
+        ):
             self.write_status("failed", reason_in_status(failure), failure=failure)
 
     def record_error(self, failure: Failure) -> Failure:
         """Write an error file of this rank into errors/; return its content.
 
-        A start that is refused before it begins the run writes no file: the folder may be another
-        run's.
+        If a setting is refused before this start has begun the run, no file is written: the folder
+        may be another run's.
         """
         progress = {"step": self.step, "progress_time": self.progress_time}
         failure = replace(failure, rank=self.rank, launch=self.token, **progress)
@@ -191,8 +197,8 @@ class Run:
             The token of this start.
 
         Raises:
-            ConfigError: the folder is no longer this launch's or has a different format, or a save
-                there would fail.
+            ConfigError: the folder is no longer this launch's, or has a different format or
+                settings, or a save there would fail.
         """
         self.check_lock()
         starts_over = starts_over_now(self.config)
@@ -207,15 +213,14 @@ class Run:
                 self._start_over()
             failures.remove_old_errors(self.folder, max(MAX_ERRORS, 2 * len(self.hosts)))
             files.write_atomically(self.folder / "config.yaml", to_yaml(self.config))
-            self.write_status("running")
-            self.token = os.environ.get(START) or uuid.uuid4().hex
+            token = os.environ.get(START) or uuid.uuid4().hex
             before = run_files.read_info(self.folder)
             self.id = before.run or self.id
-            self.provenance = keep_code(self.folder, self.config, self.id, self.token)
+            self.provenance = keep_code(self.folder, self.config, self.id, token)
             info = run_files.RunInfo(
                 format=run_files.RUN_FORMAT,
                 run=self.id,
-                launch=self.token,
+                launch=token,
                 begun_by=attempts() if before.begun_by is None else before.begun_by,
                 hosts=tuple(self.hosts),
                 numerics=self.numerics,
@@ -224,8 +229,10 @@ class Run:
                 **provenance(inspect.getsourcefile(type(self.config.recipe))),
             )
             text = json.dumps(asdict(info), indent=1) + "\n"
+            self.write_status("running")  # last, since a write before it may fail
             files.write_atomically(self.folder / "run.json", text)
-        return self.token
+            self.token = token
+        return token
 
     def compare_numerics(self, folder: Path, before: run_files.Numerics) -> None:
         """Find the numerics that changed since a checkpoint was saved, and log a warning."""
@@ -249,11 +256,17 @@ class Run:
             seconds = 1.0 if run_files.is_locked(self.folder) is False else 20.0  # with a mirror
         return files.wait_until(lambda: run_files.read_info(self.folder).launch == token, seconds)
 
-    def __del__(self) -> None:
-        """Release the lock, so that this process can train again."""
+    def close(self) -> None:
+        """Release the lock, so that other processes can train this run.
+
+        Closing any file object of the lock releases all locks of this process on it, so a run must
+        be closed before the next one is opened: the garbage collector might close it later.
+        """
         if lock := getattr(self, "lock", None):
             with suppress(OSError):  # on a full disk
                 lock.close()
+
+    __del__ = close
 
     def _lock(self) -> IO[bytes]:
         """Lock the folder for this launch; the lock is released when the process ends."""
@@ -282,8 +295,8 @@ class Run:
     def check_lock(self) -> None:
         """Refuse to continue if this launch has lost the run folder.
 
-        The folder is lost if it was moved or removed with its lock, or if its storage has no file
-        locks and another launch has begun the run.
+        The folder is lost if it was moved or removed with its lock, or if another launch has begun
+        the run, which only a folder without a lock allows.
 
         Raises:
             TransientError: the folder is lost; a folder of that name may now be another launch's.
@@ -300,13 +313,15 @@ class Run:
             )
         if not self.is_current:
             raise files.TransientError(
-                f"another launch has begun {self.folder}, whose storage has no file locks, so this"
-                " older one ends and saves nothing more there: choose another --run_name for one of"
-                " them."
+                f"another launch has begun {self.folder} (its storage has no file locks, or this"
+                " launch lost its lock), so this older one ends and saves nothing more there:"
+                " choose another --run_name for one of them."
             )
 
     def _start_over(self) -> None:
-        """Move the contents of the folder aside, except the lock and the logs of this launch.
+        """Move the contents of the folder aside, except .lock and logs/.
+
+        The logs of all launches stay, since those of this launch, on any node, are being written.
 
         The order ensures that a kill never leaves a partial run that looks whole: first the
         outcome; then the records, since a start that finds no checkpoints would drop them; then the
@@ -337,8 +352,8 @@ def starts_over_now(config: Config) -> bool:
 def refuse_other_settings(config: Config) -> None:
     """Refuse a run folder if settings that affect its training curve differ from the config's.
 
-    A saved setting that no longer exists is ignored, unless run.json lists it among the settings
-    that change the curve and were not at their defaults.
+    A saved setting that no longer exists is ignored, unless it is in `fixed_settings` of run.json:
+    then it had a value other than its default.
     """
     path = config.folder / "config.yaml"
     is_begun = run_files.checkpoints(config.folder) or (config.folder / "export").exists()
@@ -406,7 +421,7 @@ def failures_recorded(run: Run) -> Iterator[None]:
             )
         failure = failures.exception_failure(error)
         if run.step and failure.cause == "exception":
-            # not 2, since a run that has done steps, even in an earlier start, may work again
+            # not exit code 2: a run that has done steps, even in an earlier start, may work again
             failure = replace(failure, exit_code=1)
         failure = run.record_error(failure)
         setattr(error, "failure", failure)  # noqa: B010 - see failures.report_once
@@ -417,8 +432,8 @@ def failures_recorded(run: Run) -> Iterator[None]:
 def ignore_ended_workers() -> None:
     """Remove torch's SIGCHLD handler, which raises for each loader worker that died.
 
-    The signal often comes after the queue has failed: the handler would raise in the middle of the
-    report, and the record of why the run failed would be lost.
+    SIGCHLD often arrives after the DataLoader's queue has already raised. The handler would then
+    interrupt the report, and the reason for the failure would be lost.
     """
     while True:
         try:

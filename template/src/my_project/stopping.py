@@ -5,6 +5,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from types import FrameType
 
 import psutil
@@ -31,8 +32,8 @@ class StopRequest:
         self._stop_after = config.stop_after
         self._stop_at = float("inf")
         if config.stop_after:
-            # stop_after counts from the start of the launcher, over restarts; without a launcher,
-            # from the start of the process, before its imports
+            # stop_after counts from the start of our launcher, over restarts; without it, also
+            # under torchrun, from the start of the process, before its imports
             began = float(os.environ.get("LAUNCH_TIME") or psutil.Process().create_time())
             self._stop_at = (
                 time.monotonic() + began + parse_duration(config.stop_after) - time.time()
@@ -51,7 +52,7 @@ class StopRequest:
         return bool(self.reason)
 
     def loop_begins(self) -> None:
-        """From now on, save before this process ends if the launcher exits or a signal comes."""
+        """From now on, if the launcher exits or a signal comes, let the loop save first."""
         LAUNCHER.ends_process = False
         for number in self._handlers:  # again, since an import may have replaced the handlers
             signal.signal(number, self._handle)
@@ -63,15 +64,17 @@ class StopRequest:
             self._first_signal_time = time.monotonic()
             failures.note_signal(name)
             note = f"{name}: saving and exiting within two steps; send it again after 5 s to exit"
-            # not print: the signal may have interrupted a print
-            os.write(2, f"{note} immediately\n".encode())
+            with suppress(OSError):  # the reader of stderr may be gone too
+                # not print: the signal may have interrupted a print
+                os.write(2, f"{note} immediately\n".encode())
         elif time.monotonic() - self._first_signal_time > SECOND_SIGNAL_AFTER_SECONDS:
             raise KeyboardInterrupt(f"by a second signal, {name}")
 
     def __enter__(self) -> "StopRequest":
+        LAUNCHER.stop_signal = ""  # an earlier run of this process may have been told to stop
         if threading.current_thread() is threading.main_thread():
             numbers = {*STOP_SIGNALS}
-            # sent by a closed terminal, unless nohup has it ignored; torchrun forwards it anyway
+            # a closed terminal sends SIGHUP; under nohup it is ignored, but torchrun forwards it
             is_ignored = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
             if not is_ignored or "TORCHELASTIC_RUN_ID" in os.environ:
                 numbers.add(signal.SIGHUP)
@@ -82,7 +85,7 @@ class StopRequest:
         LAUNCHER.leave_at = float("inf")
         LAUNCHER.ends_process = True
         for number, handler in self._handlers.items():
-            signal.signal(number, handler)
+            signal.signal(number, handler or signal.SIG_DFL)  # None: C code had installed it
 
 
 def first_reason(reasons: list[str], hosts: list[str]) -> str:

@@ -11,7 +11,7 @@ from .settings import parse_command_line
 CONFIG = parse_command_line(__doc__ or "") if __name__ == "__main__" else None
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -116,28 +116,29 @@ def main(config: Config) -> int:
     check_outputs(config)
     contract.check_recipe(config)
     fetch_from_mirror(config)  # continue the run of a machine that was lost
-    run = Run(config, rank)
-    data_info = prepare_data(config)
-    with Watchdog(run):
-        train_set, validation_sets = contract.build_datasets(config.recipe, data_info, config)
-    config = run.config = check_best_metric(config, validation_sets)
-    run.total_steps = total_steps(config, train_set, layout)
-    if run.finished:
-        if rank == 0:
-            log_finished(run, before=True)
-        return 0
+    with closing(Run(config, rank)) as run:
+        data_info = prepare_data(config)
+        with Watchdog(run):
+            train_set, validation_sets = contract.build_datasets(config.recipe, data_info, config)
+        config = run.config = check_best_metric(config, validation_sets)
+        run.total_steps = total_steps(config, train_set, layout)
+        if run.finished:
+            if rank == 0:
+                log_finished(run, before=True)
+            return 0
 
-    with (
-        StopRequest(config) as stop,
-        failures_recorded(run),
-        Watchdog(run),
-        start_accelerator(config) as accelerator,
-    ):
-        t = build(run, layout, accelerator, stop, data_info, train_set, validation_sets)
-        with t.checkpoints, t.recorder, garbage_collected_at_records():
-            with memory_explained(accelerator, run, layout, t.model, train_set):
-                end_reason = train(t)
-        return finish(t, end_reason)
+        with (
+            StopRequest(config) as stop,
+            failures_recorded(run),
+            Watchdog(run),
+            start_accelerator(config) as accelerator,
+        ):
+            t = build(run, layout, accelerator, stop, data_info, train_set, validation_sets)
+            with t.checkpoints, t.recorder, garbage_collected_at_records():
+                with memory_explained(accelerator, run, layout, t.model, train_set):
+                    end_reason = train(t)
+            run.exit_code = finish(t, end_reason)
+        return run.exit_code
 
 
 def build(

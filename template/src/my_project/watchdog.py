@@ -21,7 +21,7 @@ from torch.nn.parallel import distributed as ddp
 from . import failures, step_sums
 from .config import Config
 from .files import open_own
-from .process import HELD_SECONDS, LIBC, LOGS, end_children, process_name, stacks_file
+from .process import HELD_SECONDS, LIBC, LOGS, end_children, process_name, stacks_file, world
 from .run_folder import Run
 
 # The watchdogs of other ranks, which check once a second, need this time to report too: when this
@@ -41,9 +41,9 @@ class LastResort:
     signal only removes the signal's handler (System V semantics); the second finds no handler and
     ends the process. While a process is suspended (Ctrl-Z, a scheduler), the kernel keeps only one
     signal, so a suspension never ends the process. Shortly before the end, stacks are written to a
-    file in the log folder or, without one, to stderr. A suspension may cause them to be written
-    too; they are then removed from the file again. Without glibc, faulthandler ends the process,
-    and suspended time counts too.
+    file in the log folder or, without one, to stderr. A suspension may cause stacks to be written
+    too; `set` then removes them. Without glibc, faulthandler ends the process, and suspended time
+    counts too.
     """
 
     def __init__(self, rank: int) -> None:
@@ -83,8 +83,9 @@ class Watchdog:
 
     The long limit applies to startup, saves, each micro-batch of an evaluation, the end of a run,
     and the first step after any of these; the short limit applies to all other steps. Time in which
-    the process was suspended (Ctrl-Z) or pdb waited for a command does not count. The limit does
-    not depend on the backend, so a loader or storage that hangs is noticed too.
+    the process was suspended (Ctrl-Z) does not count; when pdb waits for a command, the count
+    starts at 0 again. The limit does not depend on the backend, so a loader or storage that hangs
+    is noticed too.
     """
 
     def __init__(self, run: Run) -> None:
@@ -112,15 +113,23 @@ class Watchdog:
                 has_progress, before = progress_time != before, progress_time
                 waited = 0.0 if has_progress or is_in_debugger() else waited + interval
                 limit = self.short if self.run.is_stepping else self.long
-                last_resort.set(limit + HELD_SECONDS)
+                with suppress(OSError, RuntimeError):  # the log's storage fails; no new thread
+                    last_resort.set(limit + HELD_SECONDS)
                 if waited >= limit:
                     self._abort(waited)
 
     def _abort(self, waited: float) -> None:
+        try:
+            self._report(waited)
+        finally:  # even if the report fails
+            end_children()
+            os._exit(1)
+
+    def _report(self, waited: float) -> None:
         main = sys._current_frames()[threading.main_thread().ident or 0]
         frames = failures.frames_in(traceback.extract_stack(main))
         at = failures.own_frame(frames) or frames[-1]
-        waits = len(self.run.hosts) > 1 and waits_for_others(frames[-1].file)
+        waits = world()[0] > 1 and waits_for_others(frames[-1].file)
         place = f"{at.function} ({at.file}, line {at.line})"
         state = "waits for other ranks" if waits else "stalled"
         failure = failures.record(
@@ -130,14 +139,18 @@ class Watchdog:
             details=stacks(),
         )
         report = f"{process_name()}: {failure.reason}\n{failure.details}"
-        print(report, file=sys.__stderr__, flush=True)
+        print_safely(report)
         failure = self.run.record_error(failure)
-        save_nccl_trace(self.run)
         self.run.fail(failure)
-        if len(self.run.hosts) > 1:
+        save_nccl_trace(self.run)
+        if world()[0] > 1:
             time.sleep(ABORT_WAIT_SECONDS)
-        end_children()
-        os._exit(1)
+
+
+def print_safely(text: str) -> None:
+    """Print to stderr, whose reader may be gone or whose disk may be full."""
+    with suppress(OSError):
+        print(text, file=sys.__stderr__, flush=True)
 
 
 def waits_for_others(file: str) -> bool:
@@ -185,4 +198,4 @@ def save_nccl_trace(run: Run) -> None:
         with open_own(path, "wb") as file:
             file.write(trace if isinstance(trace, bytes) else str(trace).encode())
     except (OSError, RuntimeError, TypeError) as error:
-        print(f"{process_name()}: no NCCL trace: {error}", file=sys.__stderr__, flush=True)
+        print_safely(f"{process_name()}: no NCCL trace: {error}")

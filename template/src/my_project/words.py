@@ -9,7 +9,7 @@ from inspect import cleandoc
 from pathlib import Path
 from typing import Any, TextIO
 
-PACKAGE = __package__ or ""  # a copy of the loop has another name
+PACKAGE = __package__ or ""  # a copied package has another name
 
 
 def short_path(file: str) -> str:
