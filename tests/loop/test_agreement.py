@@ -321,6 +321,7 @@ def test_what_is_installed_is_no_code_of_the_user(tmp_path, monkeypatch):
     (tmp_path / "own_module.py").write_text("")
     (tmp_path / "deps/their-1.0.dist-info").mkdir(parents=True)
     (tmp_path / "deps/their-1.0.dist-info/RECORD").write_text("")
+    (tmp_path / "deps/their-1.0.dist-info/METADATA").write_text("Name: their\nVersion: 1.0\n")
     (tmp_path / "deps/their_module.py").write_text("")
     for folder in (tmp_path, tmp_path / "deps"):
         monkeypatch.syspath_prepend(folder)
