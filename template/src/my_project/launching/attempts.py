@@ -35,6 +35,7 @@ from ..run_files import (
     read_errors,
     read_info,
     read_status,
+    refresh,
 )
 
 CAUSES = ("lost contact", "lost node", "device error")
@@ -56,6 +57,11 @@ class RunHasEnded(Exception):
 def failed(codes: Mapping[int, int | None]) -> dict[int, int]:
     """Return the exit codes of processes that have failed, by rank; -n: ended by signal n."""
     return {rank: code for rank, code in codes.items() if code and code != PREEMPTED}
+
+
+def signal_name(number: int) -> str:
+    """Return the name of a signal; most real-time signals have none."""
+    return Signals(number).name if number in [*Signals] else f"signal {number}"
 
 
 @dataclass(kw_only=True)
@@ -92,6 +98,7 @@ class Starts:
     @property
     def has_begun(self) -> bool:
         """Return whether the current start has begun the run."""
+        refresh(self.folder)
         return read_info(self.folder).launch == self.id
 
     @property
@@ -105,7 +112,7 @@ class Starts:
     @property
     def is_new(self) -> bool:
         """Return whether a start of this launch has begun the run, on any node."""
-        read_status(self.folder)  # makes a network file system refresh its cache
+        refresh(self.folder)
         # compare names, since another launch may have begun the run meanwhile
         return read_info(self.folder).launch.startswith(f"{self.launch}.")
 
@@ -138,7 +145,7 @@ class Starts:
         was_killed = any(code < 0 for code in failed(codes).values())
         limit = SAVE_SECONDS if is_saving else EXIT_SECONDS
         if was_killed and self._stuck_restarts >= self.limit:
-            limit = REPORT_SECONDS
+            limit = max(limit, REPORT_SECONDS)
         elif was_killed and not is_saving:
             limit = 0.0
         return seconds >= limit
@@ -212,7 +219,7 @@ class Starts:
             self._lines = []  # the run was refused, or had finished before
             return
         status = read_status(self.folder) if has_begun else Status()
-        signals = [Signals(-code).name for code in codes.values() if code < 0]
+        signals = [signal_name(-code) for code in codes.values() if code < 0]
         outcome = status.outcome
         if outcome not in ENDED:
             outcome = "preempted" if stop else "killed" if signals else "failed"
@@ -312,17 +319,16 @@ def steps_at_launches(folder: Path) -> list[int]:
     return [-1 if step is None else step for step in (*steps.values(), newest_checkpoint(folder))]
 
 
-def requeue(folder: Path, steps: list[int], code: int) -> tuple[int, str]:
+def requeue(newest: int | None, steps: list[int], code: int) -> tuple[int, str]:
     """Return the exit code for a scheduler that restarts runs only after code 75, and the reason.
 
     Args:
-        folder: the run folder.
+        newest: the step of the newest checkpoint; None if there is none.
         steps: the result of steps_at_launches() when this launch began.
         code: the exit code of this launch.
     """
     if code not in (1, PREEMPTED):
         return code, ""
-    newest = newest_checkpoint(folder)
     reason = "there is no checkpoint"
     if newest is not None:
         reason = f"the newest checkpoint is at step {newest}"

@@ -106,7 +106,8 @@ def interface_to(address: str) -> tuple[str, str]:
 
     If GLOO_SOCKET_IFNAME is set, it names the interface. On node 0 itself, the host name may
     resolve to a loopback address (Debian's 127.0.1.1), which other nodes cannot use. Then return
-    the only interface that is up; if several are up, return no name (""), and gloo and NCCL choose.
+    the only interface that is up; if several are up, return no name (""): with_own_address finds
+    it when a connection is open.
     """
     usable = interfaces()
     if names := os.environ.get("GLOO_SOCKET_IFNAME"):
@@ -117,7 +118,8 @@ def interface_to(address: str) -> tuple[str, str]:
         with socket.socket(family, kind) as probe:
             probe.connect(target)  # sends nothing; the kernel chooses the route
             ip = probe.getsockname()[0]
-    except OSError:  # the name does not resolve yet, for example because its pod is starting
+    # the name does not resolve yet, for example because its pod is starting; or it is malformed
+    except (OSError, UnicodeError):
         ip = ""
     for name, usable_ip in usable.items():
         if usable_ip == ip:
@@ -127,11 +129,26 @@ def interface_to(address: str) -> tuple[str, str]:
     return (up[0], usable[up[0]]) if len(up) == 1 else ("", ip)
 
 
+def with_own_address(me: Node, connection: socket.socket) -> Node:
+    """Return this node with the address that it has in a connection, if its interface is unknown.
+
+    GLOO_SOCKET_IFNAME is then set too: gloo would use the address of the host name, which may be
+    loopback.
+    """
+    if me.interface:
+        return me
+    ip = connection.getsockname()[0].removeprefix("::ffff:")  # IPv4 in an IPv6 socket
+    for name in [name for name, usable_ip in interfaces().items() if usable_ip == ip]:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
+        return replace(me, ip=ip, interface=name)
+    return replace(me, ip=ip)
+
+
 def may_be_own_address(address: str) -> bool:
     """Return whether an address or name belongs to this host, or does not resolve yet."""
     try:
         resolved = socket.getaddrinfo(address, 0, type=socket.SOCK_DGRAM)
-    except OSError:
+    except (OSError, UnicodeError):
         return True
     for family, kind, _, _, socket_address in resolved:
         with suppress(OSError), socket.socket(family, kind) as probe:
@@ -494,6 +511,8 @@ class OtherNodes:
 
     def _probes(self, chosen: "list[_Connection]") -> "tuple[list[str], list[_Connection]]":
         """Return messages about failed connections between nodes, and nodes that did not answer."""
+        for connection in chosen[:1]:
+            self._me = with_own_address(self._me, connection.socket)
         nodes = [asdict(self._me), *(asdict(peer.node) for peer in chosen)]
         for connection in chosen:
             connection.send({"nodes": nodes})
@@ -548,6 +567,7 @@ class OtherNodes:
             node_0 = socket.create_connection((self._address, self._port), CONNECT_SECONDS)
             self._connections = [_Connection(node_0, self._lost_seconds)]
         connection, nodes = self._connections[0], []
+        me = with_own_address(me, connection.socket)
         connection.send({"node": asdict(me)})
         while True:
             answer = connection.receive(max(0.0, deadline - time.monotonic()) + ANSWER_SECONDS)
@@ -666,6 +686,7 @@ class _Connection:
             OSError: no message arrived in time, or the peer closed the connection.
         """
         deadline = time.monotonic() + seconds
+        self.read()  # a message may have arrived, even if no time is left
         while not self.inbox:
             if self.is_closed:
                 raise ConnectionError("it closed the connection")

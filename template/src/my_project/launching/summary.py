@@ -2,7 +2,6 @@
 
 import importlib
 import shlex
-import signal
 import sys
 from contextlib import suppress
 from dataclasses import dataclass
@@ -15,6 +14,7 @@ from ..manifest import read_manifest
 from ..process import PREEMPTED
 from ..run_files import Status, checkpoint_step, checkpoints
 from ..words import PACKAGE, format_metric, format_seconds, say
+from .attempts import signal_name
 
 WIDTH = 80  # characters in the rule above a block
 
@@ -40,7 +40,7 @@ class Ending:
         outcome = self.status.outcome
         if self.is_new and outcome == "preempted":
             return "preempted"
-        is_success = not any(self.codes.values())
+        is_success = bool(self.codes) and not any(self.codes.values())
         if outcome == "finished" and (self.is_new or is_success):
             return "finished"
         # after a stop signal in startup each process exits by itself, and the others may report
@@ -158,7 +158,7 @@ def how_it_ended(code: int) -> str:
     """Return an exit code in words; -n: ended by signal n."""
     if code >= 0:
         return f"exited with {code}"
-    return f"was ended by {signal.Signals(-code).name}"
+    return f"was ended by {signal_name(-code)}"
 
 
 def print_finished(folder: Path, status: Status, *more: tuple[str, str]) -> None:

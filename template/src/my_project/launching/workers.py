@@ -78,9 +78,11 @@ class Workers:
     def stoppable(self) -> Iterator[None]:
         """Let a stop signal end the block (a wait for other nodes) but not this process."""
         self._may_raise = True
-        with suppress(SystemExit):
-            yield
-        self._may_raise = False
+        try:
+            with suppress(SystemExit):
+                yield
+        finally:
+            self._may_raise = False
 
     def ignore_signals(self) -> None:
         """Ignore signals from now on: the run has ended, and Ctrl-C would prevent its summary."""
@@ -121,13 +123,14 @@ class Workers:
         signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
         self._may_raise = False
         try:
-            for environment in environments if not self.stop_signal else ():
-                arguments = (function, environment, os.getpid())
-                self.running.append(context.Process(target=_work, args=arguments))
-                self.running[-1].start()
-        finally:
-            signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
-        try:
+            try:
+                for environment in environments if not self.stop_signal else ():
+                    arguments = (function, environment, os.getpid())
+                    worker = context.Process(target=_work, args=arguments)
+                    worker.start()
+                    self.running.append(worker)
+            finally:
+                signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
             return self._wait(ranks, may_kill, phase) if self.running else {}
         finally:
             kill_all(self.running)
