@@ -338,6 +338,16 @@ def test_a_start_that_never_began_is_not_a_start_of_the_older_run(tiny, monkeypa
         assert [line.event for line in run_files.lines(older.parent)] == events
 
 
+def test_the_summary_names_the_option_with_which_the_same_command_starts_over(
+    tiny, monkeypatch, capsys
+):
+    for words, said in ((["--resume", "never"], " without --resume never"), ([], "")):
+        end_processes(monkeypatch, 1, outcome="running")
+        (tiny / "runs/tiny/checkpoints").mkdir(parents=True, exist_ok=True)
+        assert launch.main(["--config_file", f"{WHERE}/cpu.yaml", *TRAIN, *words]) == 1
+        assert f"then the same command{said} starts again" in capsys.readouterr().err
+
+
 def settled(folder: Path, outcome: str, code: int, *, start: int, stop: str = "") -> str:
     """Complete the status that start 1 of a launch on two nodes left; return the outcome."""
     folder.mkdir(exist_ok=True)

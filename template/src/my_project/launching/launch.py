@@ -18,12 +18,14 @@ node uses any free port. In this order, the command
 4. trains, in processes that are forked from this one, so that they need not import anything;
    shows the output and the warnings of rank 0, and writes the output of each process to a file of
    its own in <run folder>/logs/node_<n>/;
-5. forwards stop signals, so that the run saves and exits; leaves no process running;
+5. forwards stop signals, so that the run saves and exits; a second signal, 5 s or more after the
+   first, kills it; leaves no process running;
 6. prints a summary (summary.py), and exits with the run's outcome: 0 finished; 75 preempted; 2 an
    error that another attempt would repeat (a wrong setting, an exception before the first step); 1
    any other error (a node that is late or lost, a later exception). --requeue is for a scheduler
    that restarts a run only after exit code 75. It turns code 1 into 75 if this launch wrote a newer
-   checkpoint, and code 75 into 1 after three launches in a row that wrote none.
+   checkpoint, and code 75 into 1 after three launches in a row that began and wrote none. A stop
+   signal that comes before any process is started ends this command itself, and no code is changed.
 """
 
 import argparse
@@ -153,7 +155,7 @@ class Launch:
     gpus: int  # on each node; 0 for an accelerate config that trains on the CPU
     own: argparse.Namespace  # the launcher's own options, see _parser
     config: Config
-    code: str = ""  # the code_digest when this launcher began its imports; "" on one node
+    code: str = ""  # code_digest() when the command line was read; "" on one node
     lowered_micro_batch_size: int = 0  # larger micro-batches did not fit in memory; 0: not lowered
 
     def among(self, others: Any) -> "Launch":
@@ -414,7 +416,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--preflight", action="store_true", help="check the cluster first")
     options = {
         "join_timeout_seconds": (600.0, "how long to wait for the other nodes"),
-        "min_machines": (0, "number of nodes that is enough to go on when others are lost"),
+        "min_machines": (0, "fewest nodes with which a run goes on without the others; 0: all"),
         "wait_for_node_0": (0.0, "seconds to wait for a new node 0 after a loss; 0: end the run"),
         "lost_node_seconds": (30.0, "seconds a host may be silent before its node counts as lost"),
         "max_restarts": (RESTARTS, "limit on consecutive restarts in place without a new step"),
@@ -422,7 +424,7 @@ def _parser() -> argparse.ArgumentParser:
     for name, (default, help_text) in options.items():
         names = dict.fromkeys([f"--{name}", f"--{name.replace('_', '-')}"])
         parser.add_argument(*names, type=type(default), default=default, help=help_text)
-    text = "code 75 in place of 1 if this launch saved; 1 in place of 75 after 3 that did not"
+    text = "turn code 1 into 75 after a newer checkpoint, 75 into 1 after 3 launches without one"
     parser.add_argument("--requeue", action="store_true", help=text)
     return parser
 
@@ -431,9 +433,9 @@ def _parser() -> argparse.ArgumentParser:
 def prepare_environment() -> None:
     """Set environment variables that imports read; remove those of a scheduler and of accelerate.
 
-    The accelerate config sets most of accelerate's variables again; the others would shard or
-    compile a model although the config does not say so. From here on, print raises no error when
-    the reader of the output is gone.
+    The accelerate config decides: variables of accelerate that the shell has set could shard or
+    compile a model although the config does not. From here on, print raises no error when the
+    reader of the output is gone.
 
     Raises:
         ConfigError: there is no folder for temporary files, and an import may need one.
@@ -491,7 +493,7 @@ def meet_other_nodes(
         about: further fields of this node's nodes.Node: refusal and has_waited.
 
     Raises:
-        ConfigError: no process will start; every node gets the reason.
+        ConfigError: this node starts no process; see OtherNodes.meet.
         RunHasEnded: the run has ended, so no start follows.
     """
     from . import nodes  # pyright: ignore[reportMissingImports]
@@ -545,7 +547,7 @@ def import_all(config: Config) -> None:
 
 
 def say_that_it_imports() -> None:
-    """Print on a terminal what a command spends its first seconds on."""
+    """Say on a terminal that the command is importing, which takes its first seconds."""
     if can_redraw():
         print("importing torch and the recipe", flush=True)
 
@@ -647,7 +649,9 @@ def main(arguments: list[str]) -> int:
 
 
 def get_ready(launch: Launch) -> Workers | int:
-    """Check the GPUs, wait for the other nodes, and check the cluster if that was requested.
+    """Get ready to train: check the GPUs of a single node, or wait for the other nodes.
+
+    The cluster is checked too if that was requested.
 
     Returns:
         The Workers that will train on this node, or the exit code if nothing will be trained.
@@ -660,7 +664,8 @@ def get_ready(launch: Launch) -> Workers | int:
     if launch.nodes > 1:
         from .nodes import OtherNodes  # pyright: ignore[reportMissingImports]
 
-        if launch.own.min_machines:  # a run that already trains must not wait for these imports
+        # import before joining: a run that is training would wait for these imports
+        if launch.own.min_machines:
             with opened_files_noted():
                 import_all(launch.config)
         own = launch.own
@@ -814,6 +819,7 @@ def end(
         stop_signal_time=workers.stop_signal_time,
         command=command,
         codes=last.codes,
+        may_start_over=launch.config.resume == "never" and not command,
     )
     # with several nodes, other launchers may be using the folder
     if ending.kind == "refused" and not is_new and launch.nodes == 1:
@@ -894,7 +900,7 @@ def starts_again(
         workers: the workers of this node.
         codes: exit codes of the processes that ended by themselves, by rank.
         reported: the failures of the start that ended.
-        has_saved: the start did not fail, but saved and stopped to go on with different nodes.
+        has_saved: the start did not fail: it saved and stopped, and may go on with other nodes.
     """
     others, refusal, has_waited = workers.others, "", False
     if has_saved:
