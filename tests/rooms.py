@@ -104,6 +104,7 @@ ROOMS = (
             "checkpoint/saving.py": 13,
             "checkpoint/resuming.py": 2,
             "follow.py": 3,
+            "launching/train.py": 1,
         },
         settings=("mirror", "mirror_seconds"),
         tests=("test_mirror.py",),

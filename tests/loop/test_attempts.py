@@ -288,6 +288,31 @@ print(ours.stop_signal, ours.run(lambda: None, one, lambda *_: False))
     assert (signalled, codes) == ("SIGTERM", "{}")
 
 
+def test_if_one_process_cannot_be_started_none_is_left():
+    text = """
+import psutil
+fork, forks = os.fork, iter((os.fork, lambda: 1 / 0))
+os.fork = lambda: next(forks)()
+try:
+    ours.run(lambda: time.sleep(600), 2 * one, lambda *_: False)
+except ZeroDivisionError:
+    print(psutil.Process().children())
+"""
+    assert script(SIGNALLED + text, OPENBLAS_NUM_THREADS="1") == ["[]"]
+
+
+def test_a_signal_after_a_wait_that_failed_ends_nothing():
+    text = """
+try:
+    with ours.stoppable():
+        raise ValueError
+except ValueError:
+    os.kill(os.getpid(), signal.SIGTERM)
+    print("unharmed")
+"""
+    assert script(SIGNALLED + text, OPENBLAS_NUM_THREADS="1")[-1:] == ["unharmed"]
+
+
 ORPHANS = """
 def leave_orphans():
     for _ in range(20):

@@ -1,5 +1,6 @@
 """launch.py: how it handles arguments, variables, failures and outcomes."""
 
+import errno
 import json
 import math
 import os
@@ -24,6 +25,7 @@ from my_project.config import ConfigError
 from my_project.files import TransientError, read_json, wait_until
 from my_project.launching import launch, nodes, workers
 from my_project.launching.attempts import Starts
+from my_project.launching.summary import how_it_ended
 from my_project.process import Launcher
 from runs import quick
 from test_accelerate_configs import CONFIGS
@@ -241,6 +243,7 @@ OUTCOMES = [
     ("running", "running", 0, None, None, 1),  # a recipe called os._exit(0)
     ("", "", 0, None, None, 1),  # the same, before the run began
     ("", "running", 1, LATE, None, 1),
+    ("finished", "finished", None, None, 5.0, 75),  # stopped before it goes on to more steps
 ]
 
 
@@ -274,13 +277,139 @@ def test_the_exit_code_is_the_runs_outcome(
             if error:
                 with pytest.raises(SystemExit, match=str(error.exit_code)):
                     failures.exit_with_error(error)
-            return {0: code}
+            return {} if code is None else {0: code}
 
     write_status(before)
     monkeypatch.setattr(launch, "Workers", FakeWorkers)
     assert launch.main(["--config_file", f"{WHERE}/cpu.yaml", *TRAIN]) == wanted
     if after == "running" != before:
         assert read_json(path)["outcome"] == "failed", "doctor and schedulers read it"
+
+
+def end_processes(monkeypatch, *codes: int, outcome: str = "") -> list[str]:
+    """Replace the processes by exit codes, one for each start; return the names of the starts.
+
+    Each start begins the run with this outcome, unless it is "".
+    """
+    begun: list[str] = []
+    left = iter(codes)
+
+    class Fake:
+        killed, stop_signal, stop_signal_time, others = (), "", math.inf, None
+
+        def ignore_signals(self) -> None: ...
+
+        def run(self, *_: object) -> dict[int, int]:
+            begun.append(os.environ["LAUNCH_START"])
+            folder = Path("runs/tiny")
+            if outcome:
+                (folder / "status.json").write_text(json.dumps({"outcome": outcome}))
+                (folder / "run.json").write_text(json.dumps({"launch": begun[-1]}))
+            return {0: next(left)}
+
+    monkeypatch.setattr(launch, "Workers", Fake)
+    return begun
+
+
+def test_a_full_disk_does_not_prevent_a_restart(tiny, monkeypatch):
+    begun = end_processes(monkeypatch, -signal.SIGKILL, 1, outcome="running")
+    opened: list[Path] = []
+
+    def open_own(path: Path, mode: str) -> Any:
+        opened.append(path)
+        if len(opened) > 1:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return path.open(mode)
+
+    monkeypatch.setattr(launch, "open_own", open_own)
+    assert launch.main(["--config_file", f"{WHERE}/cpu.yaml", *TRAIN]) == 1
+    assert len(begun) == len(opened) == 2
+    assert read_json(tiny / "runs/tiny/status.json")["outcome"] == "failed"
+
+
+def test_a_start_that_never_began_is_not_a_start_of_the_older_run(tiny, monkeypatch):
+    """With --resume never."""
+    older = tiny / "runs/tiny/run.json"
+    older.parent.mkdir(parents=True)
+    older.write_text(json.dumps({"launch": "older.0"}))
+    for words, events in ((["--resume", "never"], []), ([], ["start", "end"])):
+        end_processes(monkeypatch, 1)
+        assert launch.main(["--config_file", f"{WHERE}/cpu.yaml", *TRAIN, *words]) == 1
+        assert [line.event for line in run_files.lines(older.parent)] == events
+
+
+def test_the_summary_names_the_option_with_which_the_same_command_starts_over(
+    tiny, monkeypatch, capsys
+):
+    for words, said in ((["--resume", "never"], " without --resume never"), ([], "")):
+        end_processes(monkeypatch, 1, outcome="running")
+        (tiny / "runs/tiny/checkpoints").mkdir(parents=True, exist_ok=True)
+        assert launch.main(["--config_file", f"{WHERE}/cpu.yaml", *TRAIN, *words]) == 1
+        assert f"then the same command{said} starts again" in capsys.readouterr().err
+
+
+def settled(folder: Path, outcome: str, code: int, *, start: int, stop: str = "") -> str:
+    """Complete the status that start 1 of a launch on two nodes left; return the outcome."""
+    folder.mkdir(exist_ok=True)
+    (folder / "run.json").write_text('{"launch": "a.1"}')
+    (folder / "status.json").write_text(json.dumps({"outcome": outcome, "step": 4}))
+    parts: Any = SimpleNamespace(config=SimpleNamespace(folder=folder), nodes=2, node_rank=0)
+    starts = Starts(folder=folder, limit=3, launch="a", count=start)
+    workers: Any = SimpleNamespace(stop_signal=stop)
+    reported = [failures.record(reason="wrong", cause="exception")] * (not stop)
+    last = launch.LastStart(id=starts.id, codes={0: code}, failures=reported, lost=None)
+    return launch.settle_status(parts, workers, starts, last)[0].outcome
+
+
+def test_nodes_that_are_stopped_before_the_loop_wait_for_no_other_status(tmp_path, monkeypatch):
+    monkeypatch.setattr(launch, "STATUS_SECONDS", 600.0)
+    assert settled(tmp_path, "running", 1, start=1, stop="SIGTERM") == "running"
+
+
+def test_what_an_earlier_start_saved_does_not_hide_the_failure_of_the_last(tmp_path):
+    assert settled(tmp_path, "preempted", 1, start=1) == "preempted"
+    assert settled(tmp_path, "preempted", 1, start=2) == "failed"
+    assert settled(tmp_path, "preempted", 1, start=2, stop="SIGTERM") == "preempted"
+    assert settled(tmp_path, "finished", 1, start=2) == "finished"
+
+
+def test_a_signal_without_a_name_has_its_number():
+    assert how_it_ended(-9) == "was ended by SIGKILL"
+    assert how_it_ended(-40) == "was ended by signal 40"
+
+
+def test_the_flag_cpu_starts_one_process_without_gpus(tiny):
+    for where in ("gpu", "multi_gpu"):
+        parts = parsed(where, "--cpu")
+        assert (parts.gpus, parts.world_size, len(parts.environments(0))) == (0, 1, 1)
+        assert "rank 0 of 1," in launch.summary(parts)
+
+
+def test_hyphens_in_flags_are_underscores(tiny):
+    parts = parsed("multi_node_hsdp", "--parallelism-config-dp-shard-size", "2",
+                   "--join-timeout-seconds", "7")  # fmt: skip
+    assert parts.options.parallelism_config_dp_shard_size == 2
+    assert parts.own.join_timeout_seconds == 7
+    with pytest.raises(ConfigError, match="leave out the flags"):
+        parsed("multi_node_hsdp", "--min-machines", "1", "--parallelism-config-dp-shard-size", "2")
+
+
+def test_imports_of_a_recipe_of_any_encoding_are_found(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(tmp_path)
+    own = ModuleType("own")
+    own.__file__ = str(tmp_path / "own.py")
+    monkeypatch.setitem(sys.modules, "own", own)
+    config: Any = SimpleNamespace(recipe=type("Own", (), {"__module__": "own"})())
+    monkeypatch.setattr(launch, "DEFERRED", ("late_module",))
+    for name in ("late_module", "lazy_module"):
+        (tmp_path / f"{name}.py").touch()
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    launch.import_all(config)
+    assert "late_module" in sys.modules, "although the recipe has no source"
+    text = "# coding: latin-1\ndef method():\n    import lazy_module  # für"
+    (tmp_path / "own.py").write_bytes(text.encode("latin-1"))
+    launch.import_all(config)
+    assert sys.modules.keys() >= {"lazy_module"}
 
 
 # ---- several nodes ------------------------------------------------------------------------------
@@ -412,6 +541,7 @@ def test_the_others_are_ended_at_once_but_a_save_is_waited_for(tmp_path):
     assert not restarts.may_kill({0: None, 1: KILLED}, 0.0)
     assert restarts.may_kill({0: KILLED, 1: None}, 0.0), "rank 0, which writes it, is gone"
     assert restarts.may_kill({0: None, 1: KILLED}, 100.0)
+    assert not Starts(folder=tmp_path, limit=0).may_kill({0: None, 1: KILLED}, 9.0)
 
 
 # ---- for real ------------------------------------------------------------------------------------

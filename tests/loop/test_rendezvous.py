@@ -1,6 +1,7 @@
 """The rendezvous of the nodes: on an error every node ends in time, with the same message."""
 
 import json
+import os
 import socket
 import threading
 from collections.abc import Iterator
@@ -8,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from my_project.config import ConfigError
@@ -327,6 +329,18 @@ def test_a_node_that_does_not_answer_is_left_out():
         assert [future.result() for future in again] == ["host0 host2"] * 2
 
 
+def test_a_node_that_stays_silent_leaves_no_time_but_the_answers_of_others_are_read(monkeypatch):
+    monkeypatch.setattr(meeting, "CONNECT_SECONDS", 0.3)
+    with started(*map(elastic, range(3))) as (port, everyone, pool):
+        everyone[1].close()
+        message = {"node": asdict(elastic(1, launcher="mute"))}
+        with socket.create_connection(("127.0.0.1", port)) as mute:
+            mute.sendall(json.dumps(message).encode() + b"\n")
+            assert wait_until(lambda: not everyone[0].have_failed and everyone[0].newcomer, 5)
+            same = meet_again(pool, everyone, elastic(0), elastic(2))
+    assert same == ["host0 host2"] * 2
+
+
 def test_a_node_that_leaves_after_its_own_probes_is_left_out():
     with started(*map(elastic, range(3))) as (port, everyone, pool):
         everyone[1].close()
@@ -445,6 +459,26 @@ def test_a_node_that_others_cannot_reach_is_named(min_nodes):
     for said in meet(node(0, 2, min_nodes=min_nodes), unreachable):
         assert "1: host0 (lo 127.0.0.1) cannot reach host1 (eth7 192.0.2.1)" in said
         assert "GLOO_SOCKET_IFNAME" in said
+
+
+def test_a_node_whose_interface_is_unknown_has_the_address_of_its_connection(monkeypatch):
+    """The name of node 0 resolved to an address of no use, or not yet (192.0.2.1: no host)."""
+    for others in meet(*(node(rank, 2, interface="", ip="192.0.2.1") for rank in (0, 1))):
+        assert isinstance(others, OtherNodes), others
+    monkeypatch.setattr(meeting, "interfaces", lambda: {"eth0": "10.0.0.1", "eth1": "10.1.0.1"})
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "")
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME")
+    connection: Any = SimpleNamespace(getsockname=lambda: ("::ffff:10.1.0.1", 1, 0, 0))
+    me = meeting.with_own_address(node(0, interface="", ip=""), connection)
+    assert (me.interface, me.ip) == (os.environ["GLOO_SOCKET_IFNAME"], "10.1.0.1")
+    assert me.interface == "eth1"
+
+
+def test_a_malformed_address_is_an_error_of_the_connection():
+    for rank in (0, 1):
+        meeting.interface_to("gpu..a")
+        with pytest.raises(ConfigError, match=r"did not (connect to|answer at)"):
+            join(node(rank), free_port(), 0.1, "gpu..a")
 
 
 def test_the_interface_is_the_variables_or_the_only_one_besides_loopback(

@@ -8,7 +8,7 @@ import pytest
 from my_project import failures
 from my_project.launching import attempts, launch
 from my_project.launching.attempts import Starts
-from my_project.run_files import Status, lines
+from my_project.run_files import Status, lines, newest_checkpoint
 from test_launch import CONFIG
 
 BEGAN = 1_790_000_000.0
@@ -149,6 +149,16 @@ def test_a_start_whose_launcher_was_killed_is_ended_by_the_next(tmp_path):
     assert events[1].outcome == "killed"
 
 
+def test_what_an_earlier_start_saved_does_not_end_a_later_one(tmp_path):
+    """With --min_machines a start saves and stops, so that the next one takes in another node."""
+    starts = Starts(folder=tmp_path, limit=3, about=ABOUT)
+    begin(starts, 0)
+    (tmp_path / "status.json").write_text('{"outcome": "preempted"}')
+    assert launch.has_ended(starts)
+    starts.count += 1
+    assert not launch.has_ended(starts)
+
+
 def test_of_attempts_before_the_run_only_a_failed_one_is_in_the_summary(tmp_path):
     """A refusal is not, nor is an attempt that only showed the result of a finished run."""
     for code, cause, written in (
@@ -204,7 +214,7 @@ def test_a_run_is_started_again_only_where_it_can_get_further(
     assert at_the_start == [*steps, began], "a restart in place belongs to its launch"
     if newest > began:
         save(tmp_path, newest)
-    code, why = attempts.requeue(tmp_path, at_the_start, code)
+    code, why = attempts.requeue(newest_checkpoint(tmp_path), at_the_start, code)
     assert code == wanted
     assert bool(why) == (code in (1, 75))
 
@@ -218,3 +228,15 @@ def test_the_launcher_says_why_a_scheduler_starts_a_run_again(tmp_path, monkeypa
     words = ["--config_file", "cpu.yaml", "--requeue", "-m", "my_project.train"]
     assert launch.main([*words, "--config", "tiny.yaml"]) == 75
     assert "starts the run again: there is no checkpoint" in capsys.readouterr().out
+
+
+def test_an_older_run_is_no_reason_to_start_a_launch_again_that_never_began(tmp_path, monkeypatch):
+    """With --resume never, the older run would be moved aside."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(launch, "prepare_environment", lambda: None)
+    monkeypatch.setattr(launch, "get_ready", lambda _: 1)
+    Path("tiny.yaml").write_text(CONFIG)
+    Path("cpu.yaml").write_text("distributed_type: 'NO'\nuse_cpu: true\n")
+    save(tmp_path / "runs/tiny", 1000)
+    words = ["--config_file", "cpu.yaml", "--requeue", "-m", "my_project.train"]
+    assert launch.main([*words, "--config", "tiny.yaml", "--resume", "never"]) == 1

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from documents import HAS_TOOLS, PROJECT
@@ -78,6 +79,47 @@ def test_config_files_come_first_and_options_in_any_order():
     assert (options.where, options.num_processes, options.max_restarts) == ("gpu", 2, 0)
     assert settings == ["configs/tiny.yaml", "b.yaml", "--seed", "1", "--optim.lr=2"]
     assert split(settings)[0] == [Path("configs/tiny.yaml"), Path("b.yaml")]
+
+
+def run_main(monkeypatch, words: str, kind: str = "finished") -> list:
+    """Run the command without training; return the launch, and the command that continues it."""
+    given = []
+    ending = SimpleNamespace(kind=kind, tell=lambda: 1)
+    monkeypatch.setattr(os, "environ", dict(os.environ))
+    monkeypatch.setattr(train_command, "count_gpus", lambda: 0)
+    monkeypatch.setattr(train_command.launch, "get_ready", lambda _: None)
+    monkeypatch.setattr(train_command.launch, "run", lambda *run: given.append(run) or ending)
+    assert train_command.main(words.split()) == 1
+    ((launch, _, command),) = given
+    return [launch, command.removeprefix("python -m my_project train ")]
+
+
+@pytest.mark.parametrize(
+    "words",
+    ["--resume never F --seed 1", "--resume=never F --seed 1", "F --resume never --seed 1",
+     "F --seed 1 --resume=never"],
+)  # fmt: skip
+def test_the_command_that_continues_does_not_start_over(monkeypatch, words):
+    _, command = run_main(monkeypatch, words.replace("F", "configs/tiny.yaml"))
+    assert command == "configs/tiny.yaml --seed 1"
+    _, command = run_main(monkeypatch, "configs/tiny.yaml --resume never-2")
+    assert command == "configs/tiny.yaml --resume never-2"
+
+
+@pytest.mark.parametrize("kind", ["failed", "refused"])
+def test_a_dry_run_has_no_mirror_and_keeps_its_folder_if_it_fails(monkeypatch, kind):
+    words = "configs/tiny.yaml --checkpoints.mirror copies --dry-run"
+    launch, _ = run_main(monkeypatch, words, kind)
+    assert launch.config.checkpoints.mirror is None
+    assert launch.config.folder.parent.exists() == (kind == "failed"), "its summary names the logs"
+
+
+def test_gpus_that_are_not_used_are_named_only_if_the_file_uses_gpus(monkeypatch, capsys):
+    monkeypatch.setattr(train_command, "count_gpus", lambda: 8)
+    batches = BatchesConfig(global_batch_size=4, micro_batch_size=1)
+    for where, is_named in (("multi_gpu", True), ("cpu_2_processes", False)):
+        choose(read_options(["--where", where])[0], batches)
+        assert ("using 4 of 8 GPUs" in capsys.readouterr().out) == is_named
 
 
 # ---- typed into a terminal -----------------------------------------------------------------------

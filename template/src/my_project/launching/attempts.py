@@ -1,10 +1,12 @@
 """The starts of a launch: decide which failures are followed by a restart; write starts.jsonl.
 
 Processes are restarted in place after a death by signal, lost contact with another process, a lost
-node or a device error, and if a smaller micro-batch may fit in memory. They are not restarted after
-other errors, most of which would repeat, nor after a stop signal. The launcher of node 0 appends a
-line to starts.jsonl once a start has begun (its rank 0 has written run.json), and another when the
-start has ended (docs/run-folder.md). This module imports no torch, and the loop does not import it.
+node or a device error, and if a smaller micro-batch may fit in memory; with --min_machines, also
+after a stall in which they waited for a node that has left. They are not restarted after other
+errors, most of which would repeat, nor after a stop signal. The launcher of node 0 appends a line
+to starts.jsonl once a start has begun (its rank 0 has written run.json), and another when the start
+has ended (docs/run-folder.md); at its own end it also appends the lines of a start that failed
+before it began. This module imports no torch, and the loop does not import it.
 """
 
 import fcntl
@@ -35,14 +37,15 @@ from ..run_files import (
     read_errors,
     read_info,
     read_status,
+    refresh,
 )
 
 CAUSES = ("lost contact", "lost node", "device error")
 HOST_CAUSES = ("lost node", "device error")  # a scheduler avoids these by leaving out the host
 # How long the launcher waits for the other processes after a process has failed.
 REPORT_SECONDS = 5.0  # if a signal ended that process and no restart follows: others may report why
-EXIT_SECONDS = 1.0  # if that process has exited, and so has reported why
-SAVE_SECONDS = 10.0  # if a checkpoint is being written
+EXIT_SECONDS = 1.0  # if that process exited by itself: it has already reported why
+SAVE_SECONDS = 10.0  # if rank 0 is on this node and is writing a checkpoint
 STUCK_LAUNCHES = 3  # after this many launches without a newer checkpoint, the scheduler gives up
 
 
@@ -56,6 +59,11 @@ class RunHasEnded(Exception):
 def failed(codes: Mapping[int, int | None]) -> dict[int, int]:
     """Return the exit codes of processes that have failed, by rank; -n: ended by signal n."""
     return {rank: code for rank, code in codes.items() if code and code != PREEMPTED}
+
+
+def signal_name(number: int) -> str:
+    """Return the name of a signal; most real-time signals have none."""
+    return Signals(number).name if number in [*Signals] else f"signal {number}"
 
 
 @dataclass(kw_only=True)
@@ -92,6 +100,7 @@ class Starts:
     @property
     def has_begun(self) -> bool:
         """Return whether the current start has begun the run."""
+        refresh(self.folder)
         return read_info(self.folder).launch == self.id
 
     @property
@@ -105,7 +114,7 @@ class Starts:
     @property
     def is_new(self) -> bool:
         """Return whether a start of this launch has begun the run, on any node."""
-        read_status(self.folder)  # makes a network file system refresh its cache
+        refresh(self.folder)
         # compare names, since another launch may have begun the run meanwhile
         return read_info(self.folder).launch.startswith(f"{self.launch}.")
 
@@ -138,7 +147,7 @@ class Starts:
         was_killed = any(code < 0 for code in failed(codes).values())
         limit = SAVE_SECONDS if is_saving else EXIT_SECONDS
         if was_killed and self._stuck_restarts >= self.limit:
-            limit = REPORT_SECONDS
+            limit = max(limit, REPORT_SECONDS)
         elif was_killed and not is_saving:
             limit = 0.0
         return seconds >= limit
@@ -165,8 +174,8 @@ class Starts:
         may_succeed = first.cause in causes if first else others_failed
         if not may_succeed and not any(code < 0 for code in codes.values()):
             return "the error would repeat"
-        # the first report shows no progress, even beyond the saved step: an earlier failure without
-        # a report may have come as far
+        # the first report is no sign of progress, even if its step is beyond the saved one: an
+        # earlier start that failed without a report may have come as far
         saved_step = newest_checkpoint(self.folder) or 0
         reported_step = max((failure.step or 0 for failure in failures), default=0)
         if saved_step > self._saved_step or 0 < self._reported_step < reported_step:
@@ -184,7 +193,7 @@ class Starts:
 
     # ---- starts.jsonl ----------------------------------------------------------------------------
     def begin(self) -> None:
-        """Prepare the first line of a start, which is written once the start has begun the run.
+        """Prepare the first line of a start; it is not written before the start has begun or ended.
 
         Until then, the folder may still contain an older run, which `--resume never` moves aside.
         """
@@ -212,7 +221,7 @@ class Starts:
             self._lines = []  # the run was refused, or had finished before
             return
         status = read_status(self.folder) if has_begun else Status()
-        signals = [Signals(-code).name for code in codes.values() if code < 0]
+        signals = [signal_name(-code) for code in codes.values() if code < 0]
         outcome = status.outcome
         if outcome not in ENDED:
             outcome = "preempted" if stop else "killed" if signals else "failed"
@@ -301,7 +310,7 @@ def missing_end(folder: Path) -> list[dict[str, Any]]:
 
 # ---- for schedulers ------------------------------------------------------------------------------
 def steps_at_launches(folder: Path) -> list[int]:
-    """Return the step of the newest checkpoint when each launch so far began, and now.
+    """List the step of the newest checkpoint at the start of each earlier launch, and now.
 
     -1 stands for no checkpoint. Call this when a launch begins, so that all its nodes read the same
     steps.
@@ -312,17 +321,16 @@ def steps_at_launches(folder: Path) -> list[int]:
     return [-1 if step is None else step for step in (*steps.values(), newest_checkpoint(folder))]
 
 
-def requeue(folder: Path, steps: list[int], code: int) -> tuple[int, str]:
+def requeue(newest: int | None, steps: list[int], code: int) -> tuple[int, str]:
     """Return the exit code for a scheduler that restarts runs only after code 75, and the reason.
 
     Args:
-        folder: the run folder.
+        newest: the step of the newest checkpoint; None if there is none.
         steps: the result of steps_at_launches() when this launch began.
         code: the exit code of this launch.
     """
     if code not in (1, PREEMPTED):
         return code, ""
-    newest = newest_checkpoint(folder)
     reason = "there is no checkpoint"
     if newest is not None:
         reason = f"the newest checkpoint is at step {newest}"

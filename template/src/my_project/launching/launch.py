@@ -18,12 +18,14 @@ node uses any free port. In this order, the command
 4. trains, in processes that are forked from this one, so that they need not import anything;
    shows the output and the warnings of rank 0, and writes the output of each process to a file of
    its own in <run folder>/logs/node_<n>/;
-5. forwards stop signals, so that the run saves and exits; leaves no process running;
+5. forwards stop signals, so that the run saves and exits; a second signal, 5 s or more after the
+   first, kills it; leaves no process running;
 6. prints a summary (summary.py), and exits with the run's outcome: 0 finished; 75 preempted; 2 an
    error that another attempt would repeat (a wrong setting, an exception before the first step); 1
    any other error (a node that is late or lost, a later exception). --requeue is for a scheduler
    that restarts a run only after exit code 75. It turns code 1 into 75 if this launch wrote a newer
-   checkpoint, and code 75 into 1 after three launches in a row that wrote none.
+   checkpoint, and code 75 into 1 after three launches in a row that began and wrote none. A stop
+   signal that comes before any process is started ends this command itself, and no code is changed.
 """
 
 import argparse
@@ -81,6 +83,7 @@ from ..provenance import code_digest
 from ..run_files import (
     ENDED,
     Status,
+    newest_checkpoint,
     read_errors,
     read_failures,
     read_info,
@@ -153,7 +156,7 @@ class Launch:
     gpus: int  # on each node; 0 for an accelerate config that trains on the CPU
     own: argparse.Namespace  # the launcher's own options, see _parser
     config: Config
-    code: str = ""  # the code_digest when this launcher began its imports
+    code: str = ""  # code_digest() when the command line was read
     lowered_micro_batch_size: int = 0  # larger micro-batches did not fit in memory; 0: not lowered
 
     def among(self, others: Any) -> "Launch":
@@ -234,6 +237,8 @@ def parse(arguments: list[str]) -> Launch:
             f"--num_processes is {world_size}, but the distributed_type of {options.config_file}"
             " starts one process, or is not supported: use cpu_2_processes.yaml or multi_gpu.yaml."
         )
+    if options.cpu:  # accelerate, too, starts one process then
+        world_size = 1
     if nodes < 1 or world_size % nodes or world_size < nodes:
         raise ConfigError(
             f"--num_processes is {world_size}, but must be a multiple of --num_machines {nodes}: it"
@@ -253,7 +258,7 @@ def parse(arguments: list[str]) -> Launch:
         raise ConfigError(
             f"--machine_rank is {node_rank}, but must be between 0 and {nodes - 1}. {spare}"
         )
-    if own.min_machines and "parallelism_config_dp" in " ".join(flags):
+    if own.min_machines and sets_mesh(flags):
         raise ConfigError(
             "--min_machines sets the mesh from the nodes that take part: leave out the flags"
             " --parallelism_config_dp_replicate_size and --parallelism_config_dp_shard_size."
@@ -273,7 +278,7 @@ def parse(arguments: list[str]) -> Launch:
         address=options.main_process_ip or "127.0.0.1",
         port=options.main_process_port or 29500,
         precision=config.precision or str(options.mixed_precision).lower(),
-        gpus=0 if uses_cpu(vars(options)) else world_size // nodes,
+        gpus=0 if options.cpu or uses_cpu(vars(options)) else world_size // nodes,
         own=own,
         config=config,
         code=code_digest(config.recipe),
@@ -388,6 +393,11 @@ def uses_cpu(where: dict[str, Any]) -> bool:
     return bool(where.get("use_cpu")) or str(where.get("gpu_ids", "")).startswith("-1")
 
 
+def sets_mesh(flags: Sequence[str]) -> bool:
+    """Return whether a flag sets the mesh of HSDP; accelerate accepts both spellings."""
+    return "parallelism_config_dp" in " ".join(flags).replace("-", "_")
+
+
 def fit_mesh(options: argparse.Namespace, flags: Sequence[str]) -> None:
     """Set the mesh of HSDP from the number of nodes and processes, unless a flag sets it.
 
@@ -397,8 +407,7 @@ def fit_mesh(options: argparse.Namespace, flags: Sequence[str]) -> None:
     names = [f"parallelism_config_dp_{name}_size" for name in ("replicate", "shard")]
     nodes, world_size = options.num_machines, options.num_processes
     is_kept = nodes == 1 and math.prod(getattr(options, name) for name in names) == world_size
-    is_given = "parallelism_config_dp" in " ".join(flags)
-    if options.use_parallelism_config and not is_kept and not is_given:
+    if options.use_parallelism_config and not is_kept and not sets_mesh(flags):
         for name, size in zip(names, (nodes, world_size // nodes), strict=True):
             setattr(options, name, size)
 
@@ -408,14 +417,15 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--preflight", action="store_true", help="check the cluster first")
     options = {
         "join_timeout_seconds": (600.0, "how long to wait for the other nodes"),
-        "min_machines": (0, "number of nodes that is enough to go on when others are lost"),
+        "min_machines": (0, "fewest nodes with which a run goes on without the others; 0: all"),
         "wait_for_node_0": (0.0, "seconds to wait for a new node 0 after a loss; 0: end the run"),
         "lost_node_seconds": (30.0, "seconds a host may be silent before its node counts as lost"),
         "max_restarts": (RESTARTS, "limit on consecutive restarts in place without a new step"),
     }
     for name, (default, help_text) in options.items():
-        parser.add_argument(f"--{name}", type=type(default), default=default, help=help_text)
-    text = "code 75 in place of 1 if this launch saved; 1 in place of 75 after 3 that did not"
+        names = dict.fromkeys([f"--{name}", f"--{name.replace('_', '-')}"])
+        parser.add_argument(*names, type=type(default), default=default, help=help_text)
+    text = "turn code 1 into 75 after a newer checkpoint, 75 into 1 after 3 launches without one"
     parser.add_argument("--requeue", action="store_true", help=text)
     return parser
 
@@ -424,9 +434,9 @@ def _parser() -> argparse.ArgumentParser:
 def prepare_environment() -> None:
     """Set environment variables that imports read; remove those of a scheduler and of accelerate.
 
-    The accelerate config sets most of accelerate's variables again; the others would shard or
-    compile a model although the config does not say so. From here on, print raises no error when
-    the reader of the output is gone.
+    The accelerate config decides: variables of accelerate that the shell has set could shard or
+    compile a model although the config does not. From here on, print raises no error when the
+    reader of the output is gone.
 
     Raises:
         ConfigError: there is no folder for temporary files, and an import may need one.
@@ -484,7 +494,7 @@ def meet_other_nodes(
         about: further fields of this node's nodes.Node: refusal and has_waited.
 
     Raises:
-        ConfigError: no process will start; every node gets the reason.
+        ConfigError: this node starts no process; see OtherNodes.meet.
         RunHasEnded: the run has ended, so no start follows.
     """
     from . import nodes  # pyright: ignore[reportMissingImports]
@@ -523,13 +533,13 @@ def import_all(config: Config) -> None:
     """
     names = [TRAIN, *DEFERRED]
     source = inspect.getsourcefile(type(config.recipe))
-    with suppress(OSError, SyntaxError), no_garbage_collection():
-        tree = ast.parse(Path(source or "").read_text(encoding="utf-8"))
-        for node in ast.walk(tree):
+    with suppress(OSError, SyntaxError):
+        for node in ast.walk(ast.parse(Path(source or "").read_bytes())):
             if isinstance(node, ast.Import):
                 names += [alias.name for alias in node.names]
             elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
                 names += [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
+    with no_garbage_collection():
         for name in names:
             with suppress(Exception):
                 importlib.import_module(name)
@@ -538,7 +548,7 @@ def import_all(config: Config) -> None:
 
 
 def say_that_it_imports() -> None:
-    """Print on a terminal what a command spends its first seconds on."""
+    """Say on a terminal that the command is importing, which takes its first seconds."""
     if can_redraw():
         print("importing torch and the recipe", flush=True)
 
@@ -584,7 +594,8 @@ def run_module(
     with opened_files_noted():
         import_all(launch.config)
     if logs:  # made after the imports, which Ctrl-C may interrupt
-        with writing(launch.config.folder):
+        # at a restart, processes can run without the reserve
+        with suppress(OSError) if logs.exists() else writing(launch.config.folder):
             logs.mkdir(parents=True, exist_ok=True)
             with open_own(logs / RESERVE, "wb") as file:
                 file.write(bytes(RESERVE_BYTES))
@@ -618,26 +629,31 @@ def main(arguments: list[str]) -> int:
     say_that_it_imports()
     launch = parse(arguments)
     folder = launch.config.folder
-    steps = [-1] if starts_over_now(launch.config) else attempts.steps_at_launches(folder)
+    starts_over, has_begun = starts_over_now(launch.config), False
+    steps = [-1] if starts_over else attempts.steps_at_launches(folder)
     workers = get_ready(launch)
     if isinstance(workers, int):
         code = workers
     else:
         ending = run(launch, workers)
-        code = ending.tell()
-        failure = ending.status.failure if ending.is_new else None
+        code, has_begun = ending.tell(), ending.is_new
+        failure = ending.status.failure if has_begun else None
         if failure and failure.cause in attempts.HOST_CAUSES and not launch.node_rank:
             note_blamed([failure.host])
     if not launch.own.requeue:
         return code
-    code, why = attempts.requeue(folder, steps, code)
+    # until this launch has begun, the checkpoints are those of a run that would be moved aside
+    newest = None if starts_over and not has_begun else newest_checkpoint(folder)
+    code, why = attempts.requeue(newest, steps, code)
     if why and not launch.node_rank:
         print(why, flush=True)
     return code
 
 
 def get_ready(launch: Launch) -> Workers | int:
-    """Check the GPUs, wait for the other nodes, and check the cluster if that was requested.
+    """Get ready to train: check the GPUs of a single node, or wait for the other nodes.
+
+    The cluster is checked too if that was requested.
 
     Returns:
         The Workers that will train on this node, or the exit code if nothing will be trained.
@@ -650,7 +666,8 @@ def get_ready(launch: Launch) -> Workers | int:
     if launch.nodes > 1:
         from .nodes import OtherNodes  # pyright: ignore[reportMissingImports]
 
-        if launch.own.min_machines:  # a run that already trains must not wait for these imports
+        # import before joining: a run that is training would wait for these imports
+        if launch.own.min_machines:
             with opened_files_noted():
                 import_all(launch.config)
         own = launch.own
@@ -761,8 +778,8 @@ def run(launch: Launch, workers: Workers, command: str = "") -> Ending:
 
 
 def has_ended(starts: Starts) -> bool:
-    """Return whether a start of this launch has begun the run, and the run has ended."""
-    return starts.is_new and read_status(starts.folder).outcome in ENDED
+    """Return whether the current start has begun the run, and the run has ended."""
+    return starts.has_begun and read_status(starts.folder).outcome in ENDED
 
 
 def has_failed_elsewhere(
@@ -790,7 +807,8 @@ def end(
     others = workers.others
     if others and launch.node_rank and workers.stop_signal:
         others.close()  # the others may go on without this node
-    starts.write()
+    if starts.is_new or not starts_over_now(launch.config):  # not into the file of an older run
+        starts.write()
     status, is_new = settle_status(launch, workers, starts, last)
     ending = Ending(
         folder=launch.config.folder,
@@ -803,6 +821,7 @@ def end(
         stop_signal_time=workers.stop_signal_time,
         command=command,
         codes=last.codes,
+        may_start_over=launch.config.resume == "never" and not command,
     )
     # with several nodes, other launchers may be using the folder
     if ending.kind == "refused" and not is_new and launch.nodes == 1:
@@ -827,8 +846,10 @@ def settle_status(
         """Return whether this was the newest start: no nodes have gone on without this one."""
         return read_info(folder).launch == last.id
 
+    # processes that are stopped before the loop begins leave the status as it is
+    is_complete = not codes or bool(lost) or bool(workers.stop_signal and failed(codes))
     # a network file system may show the files late
-    if launch.nodes > 1 and codes and not lost and wait_until(lambda: starts.is_new, 5.0):
+    if launch.nodes > 1 and not is_complete and wait_until(lambda: starts.is_new, 5.0):
         running = ("", "running")
         wait_until(
             lambda: read_status(folder).outcome not in running or not is_last(), STATUS_SECONDS
@@ -837,8 +858,10 @@ def settle_status(
     if is_new and codes:  # {}: a stop signal came between two starts
         reported += read_errors(folder, read_info(folder).launch)
     if is_new and (launch.node_rank == 0 or (lost and lost.rank == 0 and is_last())):
+        # an earlier start of this launch may have saved, to go on with different nodes
+        has_saved = status.outcome == "preempted" and (starts.has_begun or workers.stop_signal)
         # a process could not write that it failed if its disk was full or its node was lost
-        if reported and status.outcome in ("failed", "running"):
+        if reported and status.outcome != "finished" and not has_saved:
             status = as_failed(folder, status, reported)
         elif status.outcome == "running" and not workers.stop_signal:  # even if all codes are 0
             status = replace(status, outcome="failed", reason=unexplained(codes))
@@ -879,7 +902,7 @@ def starts_again(
         workers: the workers of this node.
         codes: exit codes of the processes that ended by themselves, by rank.
         reported: the failures of the start that ended.
-        has_saved: the start did not fail, but saved and stopped to go on with different nodes.
+        has_saved: the start did not fail: it saved and stopped, and may go on with other nodes.
     """
     others, refusal, has_waited = workers.others, "", False
     if has_saved:

@@ -34,7 +34,7 @@ from ..words import printable, say
 from .attempts import RunHasEnded
 
 CONNECT_SECONDS = 5.0  # timeout of a connection between two nodes, and of its first message
-ANSWER_SECONDS = 60.0  # node 0 answers within this time after its own wait has ended
+ANSWER_SECONDS = 60.0  # how long node 0 may take to answer after its own wait has ended
 JOIN_SECONDS = 30.0  # how long a new node 0 waits for the nodes of a run that has lost its node 0
 LATE_SECONDS = 10.0  # how long node 0 stays after an error, to report it to nodes that are late
 SAY_SECONDS = 30.0  # time between two lines about missing nodes
@@ -58,8 +58,8 @@ class Node:
     ip: str
     port: int = 0  # the other nodes try to connect to it; on node 0, torch's store uses it later
     refusal: str = ""  # why this node will not start its processes again after a failure
-    has_waited: bool = False  # stalled waiting for other ranks; restarts only if a node has left
-    start: str = ""  # Starts.id of node 0, which all nodes take over
+    has_waited: bool = False  # it stalled waiting for other ranks; restarts only if a node left
+    start: str = ""  # Starts.id of the next start; all nodes take over that of node 0
     lowered_micro_batch_size: int = 0  # the largest size that may fit in its memory; 0: not known
     launcher: str = THIS_LAUNCHER
     is_new: bool = True  # this node has not taken part in a start yet
@@ -106,7 +106,8 @@ def interface_to(address: str) -> tuple[str, str]:
 
     If GLOO_SOCKET_IFNAME is set, it names the interface. On node 0 itself, the host name may
     resolve to a loopback address (Debian's 127.0.1.1), which other nodes cannot use. Then return
-    the only interface that is up; if several are up, return no name (""), and gloo and NCCL choose.
+    the only interface that is up; if several are up, return no name (""): with_own_address finds
+    it when a connection is open.
     """
     usable = interfaces()
     if names := os.environ.get("GLOO_SOCKET_IFNAME"):
@@ -117,7 +118,8 @@ def interface_to(address: str) -> tuple[str, str]:
         with socket.socket(family, kind) as probe:
             probe.connect(target)  # sends nothing; the kernel chooses the route
             ip = probe.getsockname()[0]
-    except OSError:  # the name does not resolve yet, for example because its pod is starting
+    # the name does not resolve yet, for example because its pod is starting; or it is malformed
+    except (OSError, UnicodeError):
         ip = ""
     for name, usable_ip in usable.items():
         if usable_ip == ip:
@@ -127,11 +129,26 @@ def interface_to(address: str) -> tuple[str, str]:
     return (up[0], usable[up[0]]) if len(up) == 1 else ("", ip)
 
 
+def with_own_address(me: Node, connection: socket.socket) -> Node:
+    """Return this node with the address that it has in a connection, if its interface is unknown.
+
+    GLOO_SOCKET_IFNAME is then set too: gloo would use the address of the host name, which may be
+    loopback.
+    """
+    if me.interface:
+        return me
+    ip = connection.getsockname()[0].removeprefix("::ffff:")  # IPv4 in an IPv6 socket
+    for name in [name for name, usable_ip in interfaces().items() if usable_ip == ip]:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
+        return replace(me, ip=ip, interface=name)
+    return replace(me, ip=ip)
+
+
 def may_be_own_address(address: str) -> bool:
     """Return whether an address or name belongs to this host, or does not resolve yet."""
     try:
         resolved = socket.getaddrinfo(address, 0, type=socket.SOCK_DGRAM)
-    except OSError:
+    except (OSError, UnicodeError):
         return True
     for family, kind, _, _, socket_address in resolved:
         with suppress(OSError), socket.socket(family, kind) as probe:
@@ -187,8 +204,9 @@ class OtherNodes:
             has_saved: the run saved and stopped; it goes on with different nodes, or ends.
 
         Raises:
-            ConfigError: the nodes cannot start; every node raises it. It is a TransientError if the
-                same command may succeed later (a node was late or unreachable, a port in use).
+            ConfigError: the nodes cannot start, and each of them raises it; or a run that is
+                training has refused this node. It is a TransientError if the same command may
+                succeed later (a node was late or unreachable, a port in use).
             RunHasEnded: the run has ended, so no start follows.
         """
         with _listen(me, 0) as probe_socket:  # other nodes connect to this port, but send nothing
@@ -199,7 +217,8 @@ class OtherNodes:
                 else:
                     self._serve(me, seconds, has_saved)
             except (ConfigError, RunHasEnded):
-                if me.rank or not self.members:  # node 0 tells its spares when the run ends
+                # node 0 stays connected to its spares, to tell them later how the run ended
+                if me.rank or not self.members:
                     self.close()
                 raise
         self.lost = self.failed = None
@@ -227,7 +246,7 @@ class OtherNodes:
 
     @property
     def change(self) -> str:
-        """Return, on node 0, why a saved run goes on with different nodes; "" if it does not."""
+        """Return "node left" or "node came" if a saved run goes on with different nodes, or ""."""
         return "node left" if self.has_left else self.newcomer and "node came"
 
     def tell_failure(self) -> None:
@@ -239,8 +258,8 @@ class OtherNodes:
 
         Args:
             code: the exit code, given by node 0 at the end of the run; None otherwise.
-            may_return: a new node 0 may come, since perhaps only this node was told to stop; the
-                others wait for it if they were told to.
+            may_return: perhaps only this node was told to stop, so a new node 0 may come; nodes
+                with --wait_for_node_0 wait for it.
         """
         for connection in self._connections:
             if code is not None:
@@ -387,7 +406,7 @@ class OtherNodes:
         began = time.monotonic()
         self._deadline, say_at = began + seconds, began + SAY_SECONDS
         while (now := time.monotonic()) < self._deadline:
-            # the first start waits for the nodes themselves: a spare does not replace a node yet
+            # spares do not count at the first start, which waits for the nodes themselves
             joined = [peer for peer in self._ready() if self.members or peer.node.rank < me.nodes]
             if any(not peer.node.is_new for peer in joined) and not self.members:
                 # this new node 0 continues a run that may go on without some of its nodes
@@ -462,7 +481,7 @@ class OtherNodes:
         others = [peer.node for peer in self._connections if not peer.is_closed]
         same_rank = [other for other in (me, *others) if other.rank == node.rank]
         first = next((other for other in same_rank if other is not node), None)
-        # after the first start, the second node of a rank waits until the first node has left
+        # once the run has started, a second node of the same rank waits until the first has left
         if not first or (self.members and node.rank):
             return _refusal(node)
         # on the same host this may be a restarted pod whose old connection was cut off
@@ -476,7 +495,7 @@ class OtherNodes:
         """Have all nodes connect to each other; return False to retry without silent nodes."""
         failures, silent = self._probes(chosen)
         if failures and not silent and me.min_nodes:
-            # perhaps a node has left since its own probes: in a second round it does not answer
+            # a node may have left after it sent its results; then the second round finds it silent
             failures, silent = self._probes(chosen)
         if silent and 1 + len(chosen) - len(silent) >= me.required_nodes:
             for connection in silent:
@@ -494,6 +513,8 @@ class OtherNodes:
 
     def _probes(self, chosen: "list[_Connection]") -> "tuple[list[str], list[_Connection]]":
         """Return messages about failed connections between nodes, and nodes that did not answer."""
+        for connection in chosen[:1]:
+            self._me = with_own_address(self._me, connection.socket)
         nodes = [asdict(self._me), *(asdict(peer.node) for peer in chosen)]
         for connection in chosen:
             connection.send({"nodes": nodes})
@@ -548,6 +569,7 @@ class OtherNodes:
             node_0 = socket.create_connection((self._address, self._port), CONNECT_SECONDS)
             self._connections = [_Connection(node_0, self._lost_seconds)]
         connection, nodes = self._connections[0], []
+        me = with_own_address(me, connection.socket)
         connection.send({"node": asdict(me)})
         while True:
             answer = connection.receive(max(0.0, deadline - time.monotonic()) + ANSWER_SECONDS)
@@ -666,6 +688,7 @@ class _Connection:
             OSError: no message arrived in time, or the peer closed the connection.
         """
         deadline = time.monotonic() + seconds
+        self.read()  # a message may have arrived, even if no time is left
         while not self.inbox:
             if self.is_closed:
                 raise ConnectionError("it closed the connection")

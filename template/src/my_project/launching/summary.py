@@ -2,7 +2,6 @@
 
 import importlib
 import shlex
-import signal
 import sys
 from contextlib import suppress
 from dataclasses import dataclass
@@ -15,6 +14,7 @@ from ..manifest import read_manifest
 from ..process import PREEMPTED
 from ..run_files import Status, checkpoint_step, checkpoints
 from ..words import PACKAGE, format_metric, format_seconds, say
+from .attempts import signal_name
 
 WIDTH = 80  # characters in the rule above a block
 
@@ -27,12 +27,13 @@ class Ending:
     logs: Path
     status: Status
     is_new: bool  # this launch has begun the run, so the status is about this launch
-    is_first_node: bool  # the first node prints the summary; the others print one line
+    is_first_node: bool  # it prints the summary; the others print one line
     failures: list[Failure]  # the failures of the last start
     stop_signal: str  # the stop signal that the launcher has received; "" if none
     stop_signal_time: float  # seconds since 1970; inf without a signal
     command: str  # the command that continues the run; "" if not known
     codes: dict[int, int]  # exit codes of this node's processes, by rank; -n: ended by signal n
+    may_start_over: bool = False  # the same command has --resume never
 
     @property
     def kind(self) -> str:
@@ -40,7 +41,7 @@ class Ending:
         outcome = self.status.outcome
         if self.is_new and outcome == "preempted":
             return "preempted"
-        is_success = not any(self.codes.values())
+        is_success = bool(self.codes) and not any(self.codes.values())
         if outcome == "finished" and (self.is_new or is_success):
             return "finished"
         # after a stop signal in startup each process exits by itself, and the others may report
@@ -80,7 +81,7 @@ class Ending:
         return self.exit_code
 
     def print(self) -> None:
-        """Print the summary on the first node, and one line on the others."""
+        """Print the summary on the first node, and one line on the others or for a refusal."""
         kind, first = self.kind, self._first
         if first and kind == "refused":
             say(f"error: {first.reason}", to=sys.stderr)
@@ -108,10 +109,10 @@ class Ending:
         print_block(title, [*rows(pairs), *self._next("the same command")])
 
     def _next(self, subject: str) -> list[str]:
-        """Return the lines that say from which step the same command continues the run."""
+        """Return the lines that say from which step the run continues, and by which command."""
         newest = [checkpoint_step(path) for path in checkpoints(self.folder)[-1:]]
         effect = f"continues from step {newest[0]}" if newest else "starts again from step 0"
-        line = f"{subject} {effect}"
+        line = f"{subject}{' without --resume never' * self.may_start_over} {effect}"
         return [f"{line}:", f"  {self.command}"] if self.command else [line]
 
     def _print_failed(self) -> None:
@@ -158,7 +159,7 @@ def how_it_ended(code: int) -> str:
     """Return an exit code in words; -n: ended by signal n."""
     if code >= 0:
         return f"exited with {code}"
-    return f"was ended by {signal.Signals(-code).name}"
+    return f"was ended by {signal_name(-code)}"
 
 
 def print_finished(folder: Path, status: Status, *more: tuple[str, str]) -> None:

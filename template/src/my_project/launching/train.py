@@ -7,19 +7,21 @@ Config files may be anywhere among the arguments; a later file overrides an earl
 
   --where NAME         accelerate_configs/NAME.yaml, or the path of such a file; by default as many
                        GPUs of this machine as the global batch can use, or one CPU process
-  --num_processes N    processes on this machine; by default one per GPU, or as the file says
+  --num_processes N    processes on this machine; by default as many as the file says, or one per
+                       GPU, but at most one per micro-batch
   --max_restarts N     limit on consecutive restarts in place without a new step, 3 by default
   --preflight          check the machine before training
   --dry-run            all checks, two steps, an evaluation, a save and an export in a temporary
-                       folder
-All other options are settings of the config; --help lists them, and with a config those of its
-recipe too.
+                       folder, which is kept only if one of them fails
+All other options are settings of the config. --help lists them, and if a config is given, also the
+settings of its recipe.
 """
 
 import argparse
 import os
 import re
 import shlex
+import shutil
 import sys
 import tempfile
 from pathlib import Path
@@ -45,6 +47,7 @@ DRY_RUN_SETTINGS = {  # each is passed only if its part of the project exists
     "telemetry.trackers": "[]",
     "evaluation.every_steps": "null",
     "profile.steps": "null",
+    "checkpoints.mirror": "null",
 }
 
 
@@ -87,23 +90,23 @@ def choose(options: argparse.Namespace, batches: BatchesConfig) -> tuple[Path, i
     gpus = count_gpus()
     limit = max_processes(batches)
     processes = options.num_processes or max(1, min(gpus, limit))
-    if not options.num_processes and gpus > limit:
-        print(f"using {processes} of {gpus} GPUs: {limit} micro-batches per step", flush=True)
-    if not options.where:
+    if options.where:
+        path = find_where(options.where)
+        content = launch.read_accelerate_config(path)
+        if (content.get("num_machines") or 1) > 1:
+            raise ConfigError(
+                f"{path} is for {content['num_machines']} nodes, but this command starts one: use"
+                " launch/slurm.sbatch, launch/ssh.sh or launch/kubernetes.yaml."
+            )
+        in_file = content.get("num_processes") or 1
+        if options.num_processes or launch.uses_cpu(content) or in_file == 1 or not gpus:
+            return path, options.num_processes or in_file
+    else:
         names = ("gpu", "multi_gpu") if gpus else ("cpu", "cpu_2_processes")
         path = find_where(names[processes > 1])
         print(f"{path}: torch sees {gpus} GPUs; --where chooses another file", flush=True)
-        return path, processes
-    path = find_where(options.where)
-    content = launch.read_accelerate_config(path)
-    if (content.get("num_machines") or 1) > 1:
-        raise ConfigError(
-            f"{path} is for {content['num_machines']} nodes, but this command starts one: use"
-            " launch/slurm.sbatch, launch/ssh.sh or launch/kubernetes.yaml."
-        )
-    in_file = content.get("num_processes") or 1
-    if options.num_processes or launch.uses_cpu(content) or in_file == 1 or not gpus:
-        return path, options.num_processes or in_file
+    if not options.num_processes and gpus > limit:
+        print(f"using {processes} of {gpus} GPUs: {limit} micro-batches per step", flush=True)
     return path, processes
 
 
@@ -113,14 +116,15 @@ def dry_run(config: Config, flags: list[str], settings: list[str], command: str)
     runs = Path(config.runs_folder)
     with writing(runs):
         runs.mkdir(parents=True, exist_ok=True)
-        folder = tempfile.TemporaryDirectory(prefix=".dry_run_", dir=runs)
+        folder = tempfile.mkdtemp(prefix=".dry_run_", dir=runs)
     existing = {key for key, *_ in each_setting()}
-    with folder as name:
+    kind = ""
+    try:
         started = launch.parse(
             [
                 *(*flags, "-m", launch.TRAIN, *settings),
                 *(f"--steps={DRY_RUN_STEPS}", "--epochs=null", "--resume=never"),
-                f"--runs_folder={name}",
+                f"--runs_folder={folder}",
                 *(f"--{key}={value}" for key, value in DRY_RUN_SETTINGS.items() if key in existing),
             ]
         )
@@ -129,9 +133,13 @@ def dry_run(config: Config, flags: list[str], settings: list[str], command: str)
         if isinstance(workers, int):
             return workers
         ending = launch.run(started, workers, command)
-        if ending.kind != "finished":
+        kind = ending.kind
+        if kind != "finished":
             return ending.tell()
         print_estimate(config, started.config.folder)
+    finally:
+        if kind != "failed":  # the summary of a failure names its logs
+            shutil.rmtree(folder, ignore_errors=True)
     return 0
 
 
@@ -179,8 +187,7 @@ def main(arguments: list[str]) -> int:
         flags.append("--preflight")
     words = shlex.join(mask_command(arguments))
     # with --resume never, the command would start again from step 0
-    words = re.sub(r" --resume[ =]never\b", "", words)
-    command = f"{COMMAND} {words}"
+    command = re.sub(r" --resume[ =]never(?= |$)", "", f"{COMMAND} {words}")
     if options.dry_run:
         return dry_run(config, flags, settings, command)
     started = launch.parse([*flags, "-m", launch.TRAIN, *settings])

@@ -1,4 +1,4 @@
-"""Start and signal the training processes of this node, and end them with this process.
+"""Start the training processes of this node, forward signals to them, and leave none running.
 
 The training processes are forked from this process, which has imported torch, the loop and the
 recipe; that saves each of them some four seconds of CPU time in each start. They are spawned
@@ -31,8 +31,8 @@ SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
 # A second stop signal kills the run, but only if it comes this long after the first: launchers and
 # schedulers send each signal twice, at almost the same time.
 KILL_AFTER_SECONDS = 5.0
-STOPPING = "stopping; the run saves within two steps; send the signal again after 5 s to kill it"
-NOTHING_RUNS = "stopped while no process was running; the same command goes on"
+STOPPING = "stopping; training saves within two steps; send the signal again after 5 s to kill it"
+NOTHING_RUNS = "stopped while no process was running; the same command continues the run"
 ENDING = "no process is running, and none will be started"
 POLL_SECONDS = 0.1
 
@@ -54,7 +54,8 @@ class Workers:
 
     def _handle_signals(self) -> None:
         for number in SIGNALS:
-            if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:  # by nohup
+            # nohup has SIGHUP ignored
+            if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
                 signal.signal(number, self._handle)
 
     def _handle(self, number: int, _: object) -> None:
@@ -78,9 +79,11 @@ class Workers:
     def stoppable(self) -> Iterator[None]:
         """Let a stop signal end the block (a wait for other nodes) but not this process."""
         self._may_raise = True
-        with suppress(SystemExit):
-            yield
-        self._may_raise = False
+        try:
+            with suppress(SystemExit):
+                yield
+        finally:
+            self._may_raise = False
 
     def ignore_signals(self) -> None:
         """Ignore signals from now on: the run has ended, and Ctrl-C would prevent its summary."""
@@ -121,13 +124,14 @@ class Workers:
         signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
         self._may_raise = False
         try:
-            for environment in environments if not self.stop_signal else ():
-                arguments = (function, environment, os.getpid())
-                self.running.append(context.Process(target=_work, args=arguments))
-                self.running[-1].start()
-        finally:
-            signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
-        try:
+            try:
+                for environment in environments if not self.stop_signal else ():
+                    arguments = (function, environment, os.getpid())
+                    worker = context.Process(target=_work, args=arguments)
+                    worker.start()
+                    self.running.append(worker)
+            finally:
+                signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
             return self._wait(ranks, may_kill, phase) if self.running else {}
         finally:
             kill_all(self.running)
@@ -163,7 +167,8 @@ class Workers:
             print(f"{newcomer} has joined: the run saves, then goes on with it", flush=True)
             self.makes_room = True
             os.kill(left[0].pid, signal.SIGUSR1)
-        # the processes of a node that leaves save with the others, but not during startup
+        # in training, the processes of a node that leaves save together with the others; in startup
+        # none can save, so that node has failed
         return self.others.has_left and phase() == "starting"
 
 
@@ -186,7 +191,7 @@ OPENED: set[tuple[int, str]] = set()  # files that imports have opened, as open_
 
 @contextmanager
 def opened_files_noted() -> Iterator[None]:
-    """Add to OPENED the files that stay open after the block, which imports or makes the recipe."""
+    """Add to OPENED the files that the block, which imports or makes the recipe, leaves open."""
     before = open_files()
     yield
     OPENED.update(open_files() - before)
