@@ -228,6 +228,13 @@ def test_a_project_with_a_config_of_its_own_is_not_a_run_folder(tmp_path, monkey
     assert search_path.run_folder(str(export)) == str(export)
 
 
+@pytest.mark.parametrize("name", ["/etc.A", "**.A", "a.[", "..A"])
+def test_a_class_path_that_python_cannot_import_is_refused(tmp_path, name):
+    path = write(tmp_path / "export", settings_of() | {"recipe": {"class_path": name}})
+    with pytest.raises(ConfigError, match=r"export/config\.yaml"):
+        trust.read_config(path, [])
+
+
 def test_an_import_that_raises_any_error_is_a_sentence(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path)
     (tmp_path / "unfinished.py").write_text("class Recipe(")
