@@ -133,12 +133,12 @@ def test_typed_steps_replace_the_epochs_of_the_file(typed, steps, epochs):
         ("--config typo.yaml", "there is no setting optim.lrr; did you mean optim.lr?"),
         ("optim.lr=3e-3", "optim.lr is a setting: type it as --optim.lr."),
         # what is not a class is not called
-        ("--recipe.class_path os.system", "recipe os.system: it is not a class"),
-        ("--recipe.class_path sweep.dataclass", "recipe sweep.dataclass: it is not a class"),
-        ("--recipe.class_path os.path", "recipe os.path: it is not a class"),
+        ("--recipe.class_path os.system", "recipe os.system: it is not a concrete class"),
+        ("--recipe.class_path sweep.dataclass", "recipe sweep.dataclass: it is not a concrete"),
+        ("--recipe.class_path os.path", "recipe os.path: it is not a concrete class"),
         (
             "--recipe.class_path functools.partial",
-            "functools.partial: it is not a class written in",
+            "functools.partial: it is not a concrete class",
         ),
         (
             "--recipe.class_path broken.Sweep",

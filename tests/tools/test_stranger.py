@@ -200,7 +200,14 @@ def called(command: str, config: Config, outside: Path) -> tuple[int, str]:
 
     output = io.StringIO()
     code: Any = 0
-    leave = mock.patch("os._exit", sys.exit)  # as evaluate does
+    own, really_exit = os.getpid(), os._exit
+
+    def leave_walk(code: int) -> None:
+        if os.getpid() != own:  # a forked process: it would go on with the walk too
+            really_exit(code)
+        sys.exit(code)
+
+    leave = mock.patch("os._exit", leave_walk)  # as evaluate does
     with leave, contextlib.redirect_stdout(output), contextlib.redirect_stderr(output):
         try:
             if command in ("train", "longer"):
