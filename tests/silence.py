@@ -125,7 +125,7 @@ CASES = [
     Case(name="a layer unfrozen during the run", recipe="Unfrozen", sees="warned",
          word="requires_grad", why="the optimizer does not have the layer"),
     Case(name="`loss` leaves the model in `eval()`", recipe="LeftInEval", settings={"dropout": 0.2},
-         sees="warned", word=r"model\.training|eval\(\)|training mode", why="`checks.recipe`"),
+         sees="warned", word=r"model\.training|eval\(\)|training mode", why="`checks.ranks`"),
     *(
         Case(name=name, recipe="NotASum", mistake=mistake, sees="warned", word="check recipe|sum",
              why="`checks.recipe`")
@@ -176,7 +176,7 @@ CASES = [
             "a file": "dataset", "a ZipFile": "zip", "a database": "sqlite",
         }.items()
     ),
-    Case(name="SIGTERM, which an imported module handles", recipe="Stopped", beside=DEAF,
+    Case(name="an imported module that replaces the SIGTERM handler", recipe="Stopped", beside=DEAF,
          processes=2, settings={"seconds": 0.01}, flags="--steps 60", sees="saved",
          why="the loop installs its handler after the imports"),
     Case(name="two buffers that share memory", recipe="SharedBuffer", processes=2, sees="right",

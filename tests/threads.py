@@ -142,7 +142,7 @@ def steps(samples: int, factor: Factor, total: int, accumulation: int = 1) -> li
 def schedules(folder: Path) -> Rows:
     def half(rates: list[float]) -> str:
         at = next(i for i, rate in enumerate(rates) if rate <= rates[0] / 2 + 1e-9)
-        return f"half the initial rate after {at} of {STEPS} steps"
+        return f"a linear schedule reaches half the initial rate after {at} of {STEPS} steps"
 
     def end(rates: list[float]) -> str:
         rises = any(b > a for a, b in itertools.pairwise(rates))
@@ -312,7 +312,7 @@ def evaluations(_: Path) -> Rows:
     found = [run_world(2, evaluate, *how) for how in ((range(20), None), (Stream(), False))]
     (listed, _), (stream, reads_all) = (zip(*by_rank, strict=True) for by_rank in found)
     _, dispatched = zip(*run_world(2, evaluate, Stream(), None), strict=True)
-    counted = "{1} samples for 20 of a stream with `dispatch_batches=False`; otherwise {0}".format
+    counted = "counts {1} of the 20 samples of a stream with `dispatch_batches=False`; otherwise {0}".format
     everywhere = "{} of 2 processes hold all predictions".format
     reads = "ranks read {} and {} of 20 samples; with `dispatch_batches=False`, {} and {}".format
     return {

@@ -5,9 +5,8 @@ import multiprocessing
 import os
 import signal
 import socket
-import subprocess
 import time
-from contextlib import closing, suppress
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
