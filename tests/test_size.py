@@ -22,7 +22,7 @@ CEILINGS = {
     "lines of the package without tools/": 11_439,
     "lines of tools/": 2_690,
     "lines of template/tests": 4_415,
-    "lines of template/tests and tests": 22_910,
+    "lines of template/tests and tests": 22_911,
     "settings": 60,
     "methods of a recipe": 14,
     "lines of launching/": 2_069,

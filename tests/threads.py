@@ -312,7 +312,9 @@ def evaluations(_: Path) -> Rows:
     found = [run_world(2, evaluate, *how) for how in ((range(20), None), (Stream(), False))]
     (listed, _), (stream, reads_all) = (zip(*by_rank, strict=True) for by_rank in found)
     _, dispatched = zip(*run_world(2, evaluate, Stream(), None), strict=True)
-    counted = "counts {1} of the 20 samples of a stream with `dispatch_batches=False`; otherwise {0}".format
+    counted = (
+        "counts {1} of the 20 samples of a stream with `dispatch_batches=False`; otherwise {0}"
+    ).format
     everywhere = "{} of 2 processes hold all predictions".format
     reads = "ranks read {} and {} of 20 samples; with `dispatch_batches=False`, {} and {}".format
     return {
