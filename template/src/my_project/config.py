@@ -424,6 +424,7 @@ def wrong_value(name: str, value: Any, kind: Any, metadata: Limits | None = None
     limits = metadata or {}
     least, most = limits.get("least"), limits.get("most")
     floor = "more than 0" if least and least < 1e-6 else f"at least {least}"
+    floor = "a finite number" if value in (math.inf, -math.inf) else floor
     wanted = f"between {least} and {most}" if most is not None else floor
     if not fits(value, kind):
         *words, last = takes(kind, limits.get("such_as", ""))
