@@ -17,12 +17,12 @@ REPOSITORY = Path(__file__).resolve().parents[1]
 TEMPLATE = REPOSITORY / "template"
 PACKAGE = TEMPLATE / "src/my_project"
 CEILINGS = {
-    "lines of train.py and all that it imports": 8_698,
+    "lines of train.py and all that it imports": 8_705,
     "files of train.py and all that it imports": 55,
-    "lines of the package without tools/": 11_440,
+    "lines of the package without tools/": 11_447,
     "lines of tools/": 2_690,
     "lines of template/tests": 4_414,
-    "lines of template/tests and tests": 22_911,
+    "lines of template/tests and tests": 22_917,
     "settings": 60,
     "methods of a recipe": 14,
     "lines of launching/": 2_069,

@@ -21,6 +21,7 @@ import pytest
 import torch
 from my_project import contract
 from my_project.config import Config, ConfigError, to_yaml
+from my_project.loading.prepare import prepare_data
 from my_project.recipe import problems
 from my_project.settings import parse
 from my_project.weights import load_model
@@ -108,7 +109,7 @@ class Wrong(Ragged):
     [
         ("prepare_data", "no data_info", "returned nothing, not a dict"),
         ("prepare_data", "numpy", "did not return plain JSON (Object of type int64"),
-        ("prepare_data", "number as key", "did not return plain JSON (JSON would change it: "),
+        ("prepare_data", "number as key", "did not return plain JSON (a key is not text)"),
         ("build_datasets", "one set", "; it must return the training set, and a dict"),
         ("build_datasets", "two sets", "; it must return the training set, and a dict"),
         ("build_datasets", "three sets", "; it must return the training set, and a dict"),
@@ -160,6 +161,15 @@ def test_a_result_that_no_metric_has_is_refused_before_the_first_step(tmp_path):
 def test_a_stream_has_no_batches_to_overfit(tmp_path):
     with pytest.raises(ConfigError, match="overfit_batches needs a training set with a length"):
         train(make_config(tmp_path, Streamed(), overfit_batches=1))
+
+
+class Normalized(Ragged):
+    def prepare_data(self) -> Any:
+        return super().prepare_data() | {"mean": (0.5, 0.25)}
+
+
+def test_tuples_in_data_info_become_lists(tmp_path):
+    assert prepare_data(make_config(tmp_path, Normalized()))["mean"] == [0.5, 0.25]
 
 
 class Loaded(Ragged):

@@ -5,7 +5,6 @@ raises a ConfigError; one for a method of the recipe names the method, its file 
 """
 
 import dataclasses
-import json
 import math
 import re
 from collections.abc import Callable, Iterable, Mapping
@@ -54,14 +53,6 @@ def described(value: object) -> str:
         return f"({', '.join(map(described, value[:4]))})"
     kind = type(value).__name__
     return "nothing" if value is None else f"a{'n' * (kind[0] in 'AEIOUaeiou')} {kind}"
-
-
-def plain(value: T) -> T:
-    """Copy a value via JSON; refuse a value that JSON, and so a checkpoint or export, changes."""
-    copied = json.loads(json.dumps(value))
-    if copied != value:
-        raise ValueError("JSON would change it: return no tuples, NaNs or non-string keys")
-    return copied
 
 
 # ---- datasets ------------------------------------------------------------------------------------

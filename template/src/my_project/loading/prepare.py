@@ -9,9 +9,10 @@ import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
+from typing import Any
 
 from ..config import Config, to_dict
-from ..contract import described, plain, refuse
+from ..contract import described, refuse
 from ..files import open_own, read_json, writing
 from ..process import STDERR, stderr_on_terminal
 from ..recipe import DataInfo
@@ -40,10 +41,20 @@ def prepare_data(config: Config) -> DataInfo:
     if not isinstance(data_info, dict):
         refuse(recipe, "prepare_data", f"returned {described(data_info)}, not a dict.")
     try:
-        return plain(data_info)
+        copied = dict(json.loads(json.dumps(data_info)))
+        if not has_text_keys(data_info):
+            raise ValueError("a key is not text")
+        return copied
     except (TypeError, ValueError) as error:
         problem = f"did not return plain JSON ({error}): convert it with int(x) or x.tolist()."
         refuse(recipe, "prepare_data", problem)
+
+
+def has_text_keys(value: Any) -> bool:
+    """Return whether all keys in a value are texts; JSON would make them texts in silence."""
+    if isinstance(value, dict):
+        return all(isinstance(key, str) and has_text_keys(part) for key, part in value.items())
+    return not isinstance(value, (list, tuple)) or all(map(has_text_keys, value))
 
 
 @contextmanager

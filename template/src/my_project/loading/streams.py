@@ -5,6 +5,7 @@ feeds the same positions of a global batch, whatever rank reads it.
 """
 
 import copy
+import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import count, cycle, islice
@@ -16,7 +17,6 @@ from accelerate.utils import recursively_apply
 from torch.utils.data import IterableDataset, default_collate, get_worker_info
 
 from ..config import Config, ConfigError
-from ..contract import plain
 from ..files import Json
 from ..ranks import gather_on_main
 from ..recipe import Stream, optional, source_location
@@ -102,6 +102,14 @@ class LaneReader(IterableDataset):
         except Exception as error:
             error.add_note(f"This was lane {i} of the stream.")
             raise
+
+
+def plain(state: Json) -> Json:
+    """Copy a lane's state via JSON; refuse a state that JSON, and so a checkpoint, would change."""
+    copied = json.loads(json.dumps(state))
+    if copied != state:
+        raise ValueError("JSON would change it: return no tuples, NaNs or non-string keys")
+    return copied
 
 
 class StreamBatches:
