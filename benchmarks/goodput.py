@@ -88,7 +88,9 @@ def kill_until_the_end(run: Run, every: float, draw: random.Random) -> int:
 
 def main() -> None:
     """Predict, train while workers are killed, and print the table in Markdown."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--every", type=float, default=300.0, help="seconds")
     parser.add_argument("--minutes", type=float, default=25.0)
     parser.add_argument("--seed", type=int, default=0)

@@ -272,7 +272,9 @@ def show(counts: Counter[str]) -> None:
 
 def main() -> None:
     """Kill runs, and print the number of kills by phase and victim."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--kills", type=int, default=200)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--where", nargs="+", default=["cpu_2_processes"], metavar="CONFIG")

@@ -102,7 +102,9 @@ def measure(launcher: tuple[str, ...]) -> tuple[float, float]:
 
 def main() -> None:
     """Print a table in Markdown."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--times", type=int, default=3)
     options = parser.parse_args()
     print(f"| {options.times} times, median | loss to next step, s | pause when it is back, s |")

@@ -86,7 +86,9 @@ def seconds_per_step(device: torch.device, accumulation: int, every_steps: int) 
 
 def main() -> None:
     """Print a table in Markdown."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--device", default="cpu")
     device = torch.device(parser.parse_args().device)
     name = torch.cuda.get_device_name() if device.type == "cuda" else platform.processor()

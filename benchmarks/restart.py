@@ -108,7 +108,9 @@ def restarts(command: list[str], kills: int, source: Path, hosts: int) -> dict[s
 
 def main() -> None:
     """Print a table in Markdown."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--kills", type=int, default=5)
     parser.add_argument("--config", default="template/configs/image_classification.yaml")
     parser.add_argument("--base", type=Path, help="template/src of another clone")

@@ -85,7 +85,9 @@ def start(command: list[str], processes: int, source: Path) -> dict[str, float]:
 
 def main() -> None:
     """Print a table in Markdown."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--processes", type=int, default=2)
     names = (TORCHRUN, ACCELERATE, OURS, PLAIN)
