@@ -37,7 +37,7 @@ SEES = {
     "warned": "a warning",
     "changed": "a line at the start and a record",
     "shown": "output on the screen",
-    "right": "nothing: the run is right",
+    "right": "no warning: the run is right",
     "saved": "saved and stopped, exit code 75",
     "silent": "nothing",
 }

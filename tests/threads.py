@@ -313,7 +313,8 @@ def evaluations(_: Path) -> Rows:
     (listed, _), (stream, reads_all) = (zip(*by_rank, strict=True) for by_rank in found)
     _, dispatched = zip(*run_world(2, evaluate, Stream(), None), strict=True)
     counted = (
-        "counts {1} of the 20 samples of a stream with `dispatch_batches=False`; otherwise {0}"
+        "counts {1} samples in a stream of 20 with `dispatch_batches=False`; {0} in a map-style"
+        " dataset"
     ).format
     everywhere = "{} of 2 processes hold all predictions".format
     reads = "ranks read {} and {} of 20 samples; with `dispatch_batches=False`, {} and {}".format
@@ -400,8 +401,7 @@ def sharded(folder: Path) -> Rows:
     config = change(make_config(folder, recipe), steps=2)
     at_once, later = (outcome(save_and_load, folder / "saved") for _ in range(2))
     counts = (
-        "on ranks 0 and 1, the optimizer holds {} and {} of 4 parameters; if rank 1 begins on the"
-        " meta device, {} and {}"
+        "if rank 1 begins on the meta device, its optimizer holds {3} of 4 parameters; otherwise {1}"
     ).format
     found = [*run_world(2, held, False), *run_world(2, held, True)]
     return {
@@ -461,7 +461,7 @@ def exit_code(folder: Path) -> int:
 
 def processes_and_files(folder: Path) -> Rows:
     set_alone, set_late = (run_world(2, group_timeout, has_state)[0] for has_state in (False, True))
-    seconds = "{} s; if a PartialState existed before, {} s".format
+    seconds = "{1} s if a PartialState existed before; otherwise {0} s".format
     run_world(2, track, folder)
     runs = len([*folder.glob("wandb/offline-run-*")])
     ended = "the launcher {}".format
