@@ -1,6 +1,6 @@
 """Show a run on a terminal: a bar below the lines of the log.
 
-    step 196/330 [###########         ] 59%  loss 0.4312  52 s left  lr 9.1e-03  3,021 samples/s
+    step 135/330 [########            ] 41%  loss 0.1461  4 s left  lr 7.5e-03  3,237 samples/s
 
 The steps themselves draw the bar, so it leaves the terminal alone while a debugger stops a step.
 What a recipe prints begins after the bar, on the same line.
