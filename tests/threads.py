@@ -401,7 +401,8 @@ def sharded(folder: Path) -> Rows:
     config = change(make_config(folder, recipe), steps=2)
     at_once, later = (outcome(save_and_load, folder / "saved") for _ in range(2))
     counts = (
-        "if rank 1 begins on the meta device, its optimizer holds {3} of 4 parameters; otherwise {1}"
+        "if rank 1 begins on the meta device, its optimizer holds {3} of 4 parameters; otherwise"
+        " {1}"
     ).format
     found = [*run_world(2, held, False), *run_world(2, held, True)]
     return {

@@ -14,8 +14,9 @@ from test_resume import make_disk_slow
 from world import run_world
 
 from my_project.config import Config
+from my_project.files import read_json
 from my_project.manifest import manifest_text, read_manifest
-from my_project.run_files import checkpoints
+from my_project.run_files import checkpoint_step, checkpoints
 
 NEWEST = {"step": -1}  # the newest step of this process
 
@@ -235,6 +236,21 @@ def test_patience_sees_the_evaluation_that_a_kill_undid(tmp_path):
     assert run_world(1, train, all_steps) == [0]
     assert run_world(1, train, change(all_steps, steps=6)) == [0]
     assert status(all_steps)["step"] == 6
+
+
+def test_a_run_from_the_checkpoint_of_another_has_its_own_best_value(tmp_path):
+    """Or a run from the checkpoint of one that was stopped early would end before it trains."""
+    first = run_config(
+        tmp_path, "first", steps=9, evaluation__every_steps=1, evaluation__patience=2,
+        evaluation__best_metric="validation/accuracy", optim__lr=1e-30,
+    )  # fmt: skip
+    assert train(first) == 0
+    folder = checkpoints(first.folder)[-1]
+    assert checkpoint_step(folder) == 3, "it was stopped early"
+    second = change(first, run_name="second", resume=str(folder), evaluation__patience=3)
+    assert train(second) == 0
+    assert status(second)["step"] == 7
+    assert read_json(second.folder / "best/step.json")["step"] == 4
 
 
 @pytest.mark.slow

@@ -10,6 +10,7 @@ import torch
 from checked import EACH_LAYOUT, LAYOUTS, check
 from documents import PROJECT
 from my_project.checks.recipe import misspelled, sums_problem
+from my_project.evaluate import restored_state
 from my_project.recipe import PARAMETERS
 from ragged import Deep, Ragged
 from runs import assert_same_weights, make_config, quick, train
@@ -381,3 +382,18 @@ def test_the_shipped_recipes_have_no_misspelled_method():
         kinds = [kind for kind in vars(module).values() if hasattr(kind, "prepare_data")]
         assert kinds
         assert not any(misspelled(object.__new__(kind)) for kind in kinds)
+
+
+def test_large_frozen_weights_are_not_copied_and_what_a_forward_changes_is_restored():
+    """A copy of a frozen model may not fit beside it, where training would."""
+    model = nn.Sequential(
+        nn.Linear(3, 3), nn.BatchNorm1d(3), nn.Embedding(4, 3, max_norm=1.0), nn.Linear(3, 3)
+    )
+    for layer in model[:3]:
+        layer.requires_grad_(False)
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    with torch.no_grad(), restored_state(model):
+        for tensor in model.state_dict().values():
+            tensor += 1
+    changed = {name for name, t in model.state_dict().items() if not torch.equal(t, before[name])}
+    assert changed == {"0.weight"}

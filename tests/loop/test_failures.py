@@ -6,6 +6,7 @@ import multiprocessing.connection
 import signal
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,7 +18,7 @@ from my_project.launching.launch import as_failed
 from my_project.run_files import Status
 from my_project.run_folder import Run, failures_recorded
 from my_project.state import NotFiniteError
-from my_project.step_sums import StepSums
+from my_project.step_sums import StepSums, read_on_host
 from runs import make_config
 from torch.autograd import graph
 from torch.cuda import streams
@@ -230,6 +231,7 @@ def test_the_status_names_the_cause_whichever_rank_reports_first(tmp_path):
 
 WAIT_FOR_OTHERS = (
     StepSums.wait,
+    read_on_host,
     dist.all_reduce,
     DistributedDataParallel.forward,
     graph._engine_run_backward,
@@ -266,3 +268,24 @@ def test_a_field_of_another_type_has_its_default(kind):
         read = from_object(kind, content, is_strict=False)
         for name, value in vars(read).items():
             assert value in (damage, getattr(default, name), (damage,)), (name, damage)
+
+
+@pytest.mark.parametrize("missing", ["", "timer_create"])
+def test_the_last_resort_is_set_anew_even_if_no_thread_can_write_stacks(monkeypatch, missing):
+    """Or its earlier setting would end a run that makes progress."""
+    called: list[str] = []
+    names = {"sysv_signal", "timer_create", "timer_settime", "timer_delete"} - {missing}
+    libc = {name: lambda *_, name=name: called.append(name) for name in names}
+    monkeypatch.setattr(watchdog, "LIBC", SimpleNamespace(abs=0, **libc))
+
+    def fail(*_: object, **__: object) -> None:
+        raise RuntimeError("unable to start watchdog thread")
+
+    last_resort = watchdog.LastResort(0)
+    monkeypatch.setattr(watchdog.faulthandler, "dump_traceback_later", fail)
+    with pytest.raises(RuntimeError):
+        last_resort.set(60.0)
+    last_resort.close()
+    assert called == (
+        [] if missing else ["timer_create", "sysv_signal", "timer_settime", "timer_delete"]
+    )

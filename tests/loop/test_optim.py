@@ -1,6 +1,7 @@
 """The step: a loop by hand, schedules, groups, skipped steps, communication."""
 
 import math
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
@@ -14,10 +15,12 @@ from my_project.manifest import read_manifest
 from my_project.optim import (
     UNSCHEDULED,
     build_optimizer,
+    fused_devices,
     learning_rate,
     set_learning_rate,
     step_if_finite,
 )
+from my_project.watchdog import waits_for_others
 from ragged import Ragged
 from runs import change, make_config, quick, records, status, train, weights
 from safetensors.torch import load_file
@@ -192,6 +195,29 @@ class OnGPU(Tensor):
     """A norm on a GPU, where a fused kernel decides whether it steps; those for CPUs can too."""
 
     is_cuda = True  # type: ignore[assignment]
+
+
+def test_the_host_waits_for_a_norm_where_the_watchdog_knows_that_it_waits_for_ranks(monkeypatch):
+    """Otherwise the ranks that wait for a rank that hangs would be blamed for it."""
+    readers = []
+    model = nn.Linear(2, 2, bias=False)
+    optimizer = build_optimizer(OptimConfig(class_path="torch.optim.Rprop"), Ragged(), model)
+    for name in ("tolist", "item", "__float__"):
+        read = getattr(torch.Tensor, name)
+
+        def noted(tensor: torch.Tensor, read: Any = read) -> Any:
+            readers.append(sys._getframe(1).f_code.co_filename)
+            return read(tensor)
+
+        monkeypatch.setattr(torch.Tensor, name, noted)
+    step_if_finite(optimizer, torch.tensor(1.0))
+    assert readers
+    assert all(map(waits_for_others, readers)), readers
+
+
+def test_a_class_is_fused_on_a_gpu_only_where_each_version_of_torch_allows_it():
+    kinds = (torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad)
+    assert ["cuda" in fused_devices(kind) for kind in kinds] == [True, True, False]
 
 
 def test_momentum_begins_with_the_first_step_that_is_not_skipped():

@@ -18,6 +18,7 @@ from my_project.launching import memory
 from my_project.launching.nodes import interfaces
 from my_project.loading.layout import batch_layout
 from my_project.memory import smaller_micro_batch
+from my_project.process import LOGS
 from my_project.run_files import each_start
 from my_project.run_folder import Run
 from ragged import Ragged
@@ -211,6 +212,32 @@ def test_a_later_start_knows_that_the_loss_is_no_sum(tmp_path):
     assert smaller_micro_batch(run, layout, model, []).next_micro_batch_size == 2
     run.resumed_from = "runs/other/checkpoints/step_00000002"
     assert "the loss was not checked" in smaller_micro_batch(run, layout, model, []).advice
+
+
+def test_every_rank_knows_that_the_run_began_from_another_ones_checkpoint(small):
+    code, shown = launched(small, 2, *words(most=9), "--run_name", "old", "--steps", "2")
+    assert code == 0, shown
+    given = ("--resume", "runs/old/checkpoints/step_00000002", "--steps", "4")
+    code, shown = launched(small, 2, *words(on_rank=1), *given)
+    assert code == 2, shown
+    assert "so the loss was not checked" in " ".join(shown.split())
+    assert sizes(small) == [None]
+
+
+def test_the_note_for_the_launcher_changes_once_the_loss_is_no_sum(tmp_path, monkeypatch):
+    """The kernel may kill the process without a record of what the check has found."""
+    monkeypatch.setenv(LOGS, str(tmp_path))
+    notes = []
+
+    class Killed(Mean):
+        def loss(self, model, batch, step):
+            if torch.is_grad_enabled():
+                notes.append(read_json(tmp_path / "micro_batch_rank_00000.json"))
+            return super().loss(model, batch, step)
+
+    assert train(make_config(tmp_path, Killed(), steps=1)) == 0
+    assert notes[0]["next_micro_batch_size"] is None
+    assert notes[0]["exit_code"] == 2
 
 
 def test_a_save_without_memory_gives_no_advice_on_the_micro_batch(tmp_path, monkeypatch):

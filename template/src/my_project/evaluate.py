@@ -50,7 +50,7 @@ def evaluate(
             plain model.
         datasets: map-style datasets by name.
         step: the number of steps that the weights have been trained for; passed to `loss`.
-        note_progress: called before each micro-batch, since an evaluation may last minutes.
+        note_progress: called before each forward, since an evaluation may last minutes.
         is_sanity_check: evaluate at most one micro-batch of each dataset on each rank.
 
     Returns:
@@ -133,14 +133,20 @@ def sanity_check(run: Run, accelerator: Accelerator, model: nn.Module, sets: Dat
 
 @contextmanager
 def restored_state(model: nn.Module) -> Iterator[None]:
-    """Restore parameters and buffers after the block: some modules change them in a forward."""
-    kept: list[tuple[dict[str, Any], str, Tensor, Tensor]] = [
-        (named, name, tensor, tensor.detach().clone())
-        for module in model.modules()
-        for named in (module._parameters, module._buffers)
-        for name, tensor in named.items()
-        if tensor is not None
-    ]
+    """Restore parameters and buffers after the block: some modules change them in a forward.
+
+    Of the frozen parameters, only vectors and those with a max_norm are copied: a copy of a large
+    frozen model may not fit in memory. That of the trained ones takes no more than their gradients.
+    """
+    kept: list[tuple[dict[str, Any], str, Tensor, Tensor]] = []
+    for module in model.modules():
+        for named in (module._parameters, module._buffers):
+            for name, tensor in named.items():
+                if tensor is None:
+                    continue
+                may_change = named is module._buffers or getattr(module, "max_norm", None)
+                if may_change or tensor.requires_grad or tensor.ndim < 2:
+                    kept.append((named, name, tensor, tensor.detach().clone()))
     try:
         yield
     finally:
@@ -230,7 +236,7 @@ def recipe_loss(config: Config, step: int) -> Callable:
 
 
 def broadcast_buffers(accelerator: Accelerator, model: nn.Module) -> None:
-    """Broadcast all buffers of rank 0; in training, DDP does so for all but BatchNorm's."""
+    """Broadcast all buffers of rank 0; in training, DDP leaves out some (statistics.py)."""
     if accelerator.num_processes > 1:
         for buffer in model.buffers():
             values = buffer.contiguous()  # NCCL refuses other layouts, and gloo scrambles them

@@ -95,7 +95,10 @@ def on_all_ranks() -> Iterator[Outcome]:
     if code == PREEMPTED and int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")) > 0:
         code = 0  # torchrun would restart the preempted run after any other code
     if threading.current_thread() is threading.main_thread():
-        for number in STOP_SIGNALS:  # a signal during teardown must not change the outcome
+        for number in (
+            *STOP_SIGNALS,
+            signal.SIGHUP,
+        ):  # a signal during teardown must not change the outcome
             signal.signal(number, signal.SIG_IGN)
     sys.stdout.flush()
     sys.stderr.flush()
@@ -114,13 +117,15 @@ def one_at_a_time() -> Iterator[None]:
 
     Both would draw from the same random generators, and share accelerate's global state.
     """
-    if _TRAINING.locked():
+    if not _TRAINING.acquire(blocking=False):
         raise ConfigError(
             "another thread of this process is training another run, and both would draw from the"
             " same random generators: train one after the other, or each in its own process."
         )
-    with _TRAINING:
+    try:
         yield
+    finally:
+        _TRAINING.release()
 
 
 FOR_DEVELOPERS = re.compile("(Deprecation|Future|Resource)Warning$")

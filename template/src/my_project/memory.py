@@ -25,7 +25,7 @@ from .recipe import Dataset
 from .run_files import newest_checkpoint, records
 from .run_folder import Run
 
-NOTE = "micro_batch_rank"  # a file in the log folder, for the launcher: see below
+NOTE = "micro_batch_rank"  # prefix of a file in the log folder, which the launcher reads
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,9 +47,14 @@ def memory_explained(
     that of a loader worker: fewer workers would help there.
     """
     first_step, is_on_cpu = run.step, accelerator.device.type == "cpu"
-    if is_on_cpu:  # the kernel may kill this process: the launcher then reads the note
+
+    def write_note() -> None:
         smaller = smaller_micro_batch(run, layout, model, train_set)
         write_to_logs(NOTE, asdict(smaller) | {"launch": run.token, "first_step": first_step})
+
+    if is_on_cpu:  # the kernel may kill this process: the launcher then reads the note
+        write_note()
+        run.when_loss_is_no_sum = write_note
     try:
         yield
     except Exception as error:

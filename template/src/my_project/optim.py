@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 from .config import ConfigError, OptimConfig
 from .contract import described, refuse
 from .recipe import Recipe, optional, source_location
+from .step_sums import read_on_host
 
 UNSCHEDULED = ("constant", "plateau")  # the schedules that do not depend on the number of steps
 
@@ -72,11 +73,8 @@ def build_optimizer(config: OptimConfig, recipe: Recipe, model: nn.Module) -> to
     if "weight_decay" in accepted:  # for groups without a weight_decay
         arguments.setdefault("weight_decay", config.weight_decay)
     if "fused" in accepted and not {"fused", "foreach", "capturable"} & set(arguments):
-        # parameters on the meta device will be DTensors, which only Adam's fused kernels support
-        is_adam = issubclass(kind, (torch.optim.Adam, torch.optim.AdamW))
-        devices = ["cpu", "cuda", *["meta"] * is_adam]
         arguments["fused"] = not has_sparse_gradients(model) and all(
-            p.is_floating_point() and p.device.type in devices
+            p.is_floating_point() and p.device.type in fused_devices(kind)
             for p in model.parameters()
             if p.requires_grad
         )
@@ -105,6 +103,15 @@ def build_optimizer(config: OptimConfig, recipe: Recipe, model: nn.Module) -> to
     return optimizer
 
 
+def fused_devices(kind: type[torch.optim.Optimizer]) -> list[str]:
+    """Return the types of devices on which a class with the argument `fused` may be fused."""
+    if issubclass(kind, torch.optim.Adagrad):
+        return ["cpu"]  # torch 2.10 refuses GPUs
+    # parameters on the meta device will be DTensors, which only Adam's fused kernels support
+    is_adam = issubclass(kind, (torch.optim.Adam, torch.optim.AdamW))
+    return ["cpu", "cuda", *["meta"] * is_adam]
+
+
 def has_sparse_gradients(model: nn.Module) -> bool:
     """Return whether a module, such as nn.Embedding, is set to have sparse gradients."""
     return any(getattr(module, "sparse", False) for module in model.modules())
@@ -130,10 +137,10 @@ def check_parameters(optimizer: torch.optim.Optimizer, model: nn.Module) -> None
 
 
 def learning_rate(step: int, total_steps: int, config: OptimConfig, reductions: int = 0) -> float:
-    """Return the learning rate of a step; it depends only on the step and the reductions so far.
+    """Return the learning rate of a step, which does not depend on the steps before it.
 
-    Step k of the warmup uses lr x (k + 1) / warmup_steps. As in torch's schedulers, the decay would
-    reach its end one step after the last.
+    Step k of the warmup uses lr x (k + 1) / warmup_steps. As in torch's schedulers, the decay ends
+    one step after the last step, whose rate is still above the final one.
     """
     if step < config.warmup_steps:
         return config.lr * (step + 1) / config.warmup_steps
@@ -216,7 +223,7 @@ def step_if_finite(optimizer: torch.optim.Optimizer, norm: Tensor | float) -> No
         # 0 * inf is NaN; isfinite would launch more kernels
         optimizer.found_inf = (0 * norm).isnan().float()  # type: ignore[attr-defined]
         optimizer.step()
-    elif math.isfinite(float(norm)):
+    elif math.isfinite(read_on_host(norm)[0] if isinstance(norm, Tensor) else norm):
         optimizer.step()
 
 

@@ -88,8 +88,7 @@ def prepare(
 
     Returns:
         The module that training calls, and the module that evaluation calls. The latter has
-        autocast and FSDP but not DDP, because the batches that ranks evaluate differ in number and
-        size.
+        autocast and FSDP but not DDP, because the ranks evaluate batches of different sizes.
     """
     wrap: Callable[..., nn.Module] = wrap_in_ddp
     if is_sharding(accelerator):

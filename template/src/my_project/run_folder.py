@@ -13,7 +13,7 @@ import socket
 import threading
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -57,6 +57,7 @@ class Run:
         self.progress_time: float | None = None  # when progress was last noted
         self.is_stepping = False  # whether that was the end of a step: the short limit applies
         self.is_loss_a_sum = True  # False once checks/recipe.py finds that it is not
+        self.when_loss_is_no_sum: Callable[[], None] = lambda: None  # called when it finds this
         self.first_step_time: float | None = None  # when the first step of this start ended
         self.from_step: int | None = None  # the number of steps done before that first step
         self.id = uuid.uuid4().hex[:8]  # the run's ID, for trackers; set by its first launch

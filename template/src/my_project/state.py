@@ -78,10 +78,16 @@ class TrainState:
         """Return the fields by name, as a manifest holds them."""
         return dataclasses.asdict(self)
 
-    def restore(self, saved: dict[str, Json], config: Config) -> None:
-        """Restore the fields from a checkpoint; drop a best value for another metric or mode.
+    def restore(self, saved: dict[str, Json], config: Config, *, is_own: bool = True) -> None:
+        """Restore the fields from a checkpoint.
 
-        A field that was added after the save keeps its default.
+        A field that was added after the save keeps its default. The best value is dropped if it is
+        for another metric or mode, or from another run.
+
+        Args:
+            saved: the field `state` of the checkpoint's manifest.
+            config: the config of this run.
+            is_own: whether this run has saved the checkpoint.
 
         Raises:
             ConfigError: a field has a value of a wrong type.
@@ -93,9 +99,12 @@ class TrainState:
             if value is not before and not isinstance(value, kind):
                 raise ConfigError(f"a checkpoint's state has {f.name} {value!r}: it is damaged.")
             setattr(self, f.name, value)
-        if self.best_of not in ("", best_criterion(config)):  # "": no best value yet
+        is_same = self.best_of in ("", best_criterion(config))  # "": no best value yet
+        if not (is_own and is_same):
             self.best = None
             self.evaluations_since_best = 0
+        if not is_own:
+            self.best_step = 0
 
     def observe(self, report: StepReport) -> None:
         """Count a finished step."""

@@ -10,12 +10,11 @@ all-reduce. With one process, torch alone updates the statistics. A skipped step
 were.
 
 This is exact if all micro-batches of a step call a layer equally often. If some micro-batches call
-it more often than others, or not at all, it is an approximation: the part of a micro-batch that
-called the layer c times gets the weight that it would have if each later micro-batch had called the
-layer c times too, and the weights are normalized. Its result is equal for any number of processes
-above one. A layer that no micro-batch has called keeps the statistics that the recipe has written
-into it. Not handled here: SyncBatchNorm, InstanceNorm, and
-layers with momentum None, which average over all calls.
+it more often than others, or not at all, it is an approximation: if a micro-batch called the layer
+c times, its part is weighted as if each later micro-batch had also called the layer c times. The
+weights are then normalized. The result is equal for any number of processes above one. A layer that
+no micro-batch has called keeps the statistics that the recipe has written into it. Not handled
+here: SyncBatchNorm, InstanceNorm, and layers with momentum None, which average over all calls.
 """
 
 from typing import Any
@@ -70,8 +69,8 @@ class RunningStatistics:
         lengths = torch.tensor(self.sizes).view(-1, 2).sum(1)
         self.layer_indices = torch.arange(len(layers)).repeat_interleave(lengths).to(device)  # (C,)
         self.part_sizes = [len(self.layer_indices), len(layers), len(layers)]
-        # with several ranks, the sums of weighted statistics (C,), weights (L,) and calls (L,) over
-        # the micro-batches so far; they follow the step's sums and share their all-reduce
+        # several ranks also sum weighted statistics (C,), weights (L,) and calls (L,) over the
+        # micro-batches; these sums follow the step's sums and share their all-reduce
         self.has_parts = layout.world_size > 1
         if self.has_parts:
             reader.make_room(sum(self.part_sizes))

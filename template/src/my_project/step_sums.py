@@ -18,6 +18,14 @@ Timestamp: TypeAlias = float | torch.cuda.Event
 GRAD_NORM, OWN_LOSS, LOSS, ITEMS, STOP_VOTES, SAVE_VOTES = range(6)  # in the order of StepReport
 
 
+def read_on_host(tensor: Tensor) -> list[float]:
+    """Return the values of a tensor as a list; a GPU may first have to wait for other ranks.
+
+    A process that waits here waits for other ranks (watchdog.WAITING), not for its own code.
+    """
+    return tensor.reshape(-1).tolist()
+
+
 def dtype_of_sums(device: torch.device) -> torch.dtype:
     """Return the dtype of the sums on a device."""
     return torch.float32 if device.type == "mps" else torch.float64  # MPS has no float64
@@ -148,7 +156,7 @@ class DelayedReader:
         self.pending: tuple[int, HostCopy, Timestamp, Timestamp] | None = None
 
     def set_names(self, names: tuple[str, ...]) -> None:
-        """Make room for the recipe's scalars: after its first forward, before its sums are added.
+        """Make room for the recipe's scalars; call it after the first forward, before StepSums.add.
 
         Raises:
             ConfigError: another rank has other names.

@@ -32,8 +32,8 @@ class StopRequest:
         self._stop_after = config.stop_after
         self._stop_at = float("inf")
         if config.stop_after:
-            # stop_after counts from the start of our launcher, over restarts; without it, also
-            # under torchrun, from the start of the process, before its imports
+            # stop_after counts from the start of our launcher, across restarts; without our
+            # launcher (also under torchrun), from the start of this process, before its imports
             began = float(os.environ.get("LAUNCH_TIME") or psutil.Process().create_time())
             self._stop_at = (
                 time.monotonic() + began + parse_duration(config.stop_after) - time.time()

@@ -80,7 +80,7 @@ class Training:
     batches: Iterable[Any]  # the micro-batches of this rank
     model: nn.Module  # from the recipe's build_model
     wrapped_model: nn.Module  # the model in DDP or FSDP2, autocast and torch.compile
-    # not wrapped in DDP, because the ranks evaluate different numbers of batches
+    # not wrapped in DDP, because the ranks evaluate batches of different sizes
     eval_model: contract.RecipeModule
     forward: Callable[..., Any]  # called in training: wrapped_model, or a method that calls it
     parameters: list[nn.Parameter]  # the trained ones, with requires_grad
@@ -176,7 +176,8 @@ def build(
     ema = checkpoints.ema = build_ema(config, model, optimizer)
     state = TrainState()
     if resume_from:
-        state.restore(checkpoints.resume(resume_from), config)
+        is_own = resume_from.parent == checkpoints.folder
+        state.restore(checkpoints.resume(resume_from), config, is_own=is_own)
     run.step = state.step
     start_mirror(accelerator, checkpoints)
     log_start(accelerator, run, layout, model, resume_from)
@@ -230,7 +231,7 @@ def train(t: Training) -> str:
         Why the run ended; "" if it was asked to stop.
     """
     run, state, votes = t.run, t.state, t.votes
-    # such as one that the previous start did not record before it ended
+    # for example, the previous start ended before it recorded this evaluation
     if state.evaluation_is_due(run):
         evaluate_and_record(t)
     elif state.step == 0:
@@ -313,7 +314,7 @@ def train_step(t: Training, micro_batches: Iterator[Any]) -> None:
 
 
 def observe(t: Training, report: StepReport | None) -> None:
-    """Count the step of a report; do nothing for None, which means that no step was to be read."""
+    """Count the step that a report describes; None means that there is no report yet."""
     if report:
         t.votes.stop |= report.stop_votes > 0
         t.votes.save |= report.save_votes > 0

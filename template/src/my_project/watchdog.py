@@ -48,7 +48,7 @@ class LastResort:
 
     def __init__(self, rank: int) -> None:
         self.timer = ctypes.c_void_p()
-        self.has_timer = hasattr(LIBC, "sysv_signal")
+        self.has_timer = hasattr(LIBC, "sysv_signal") and hasattr(LIBC, "timer_create")
         if self.has_timer:  # struct sigevent: SIGEV_SIGNAL is 0, CLOCK_MONOTONIC 1
             event = struct.pack("Pii48x", 0, signal.SIGVTALRM, 0)
             LIBC.timer_create(1, event, ctypes.byref(self.timer))
@@ -59,14 +59,14 @@ class LastResort:
 
     def set(self, seconds: float) -> None:
         """End this process after `seconds`, not counting time during which it is suspended."""
-        if time.monotonic() > self.dumps_at and self.stacks != 2:
-            self.stacks.truncate(0)
-        self.dumps_at = time.monotonic() + 0.9 * seconds
-        faulthandler.dump_traceback_later(0.9 * seconds, exit=not self.has_timer, file=self.stacks)
-        if self.has_timer:
+        if self.has_timer:  # first: what follows may fail, and the earlier setting must not stay
             LIBC.sysv_signal(signal.SIGVTALRM, LIBC.abs)  # a function that does nothing
             half = int(seconds / 2), int(seconds / 2 % 1 * 1e9)  # seconds, nanoseconds
             LIBC.timer_settime(self.timer, 0, struct.pack("4l", *half, *half), None)
+        dumps_before, self.dumps_at = self.dumps_at, time.monotonic() + 0.9 * seconds
+        if time.monotonic() > dumps_before and self.stacks != 2:
+            self.stacks.truncate(0)
+        faulthandler.dump_traceback_later(0.9 * seconds, exit=not self.has_timer, file=self.stacks)
 
     def close(self) -> None:
         """Cancel the timer, and remove the file for the stacks."""
@@ -81,11 +81,11 @@ class LastResort:
 class Watchdog:
     """End this process when it has made no progress for too long, and report where it stalled.
 
-    The long limit applies to startup, saves, each micro-batch of an evaluation, the end of a run,
-    and the first step after any of these; the short limit applies to all other steps. Time in which
-    the process was suspended (Ctrl-Z) does not count; when pdb waits for a command, the count
-    starts at 0 again. The limit does not depend on the backend, so a loader or storage that hangs
-    is noticed too.
+    The long limit applies to startup, saves, each micro-batch of an evaluation and the end of a
+    run; a step that follows one of these shares its limit. The short limit applies to all other
+    steps. Time in which the process was suspended (Ctrl-Z) does not count; when pdb waits for a
+    command, the count starts at 0 again. The limit does not depend on the backend, so a loader or
+    storage that hangs is noticed too.
     """
 
     def __init__(self, run: Run) -> None:
@@ -113,7 +113,9 @@ class Watchdog:
                 has_progress, before = progress_time != before, progress_time
                 waited = 0.0 if has_progress or is_in_debugger() else waited + interval
                 limit = self.short if self.run.is_stepping else self.long
-                with suppress(OSError, RuntimeError):  # the log's storage fails; no new thread
+                with suppress(
+                    OSError, RuntimeError
+                ):  # the storage of the log fails; no thread can start
                     last_resort.set(limit + HELD_SECONDS)
                 if waited >= limit:
                     self._abort(waited)

@@ -52,9 +52,13 @@ def choose(accelerator: Accelerator, run: Run) -> Path | None:
             )
         if run.rank == 0:
             logger.warning("%s is skipped: %s.", folder, problem)
-    if run.rank == 0 and chosen:
+    if chosen:
         is_given = chosen == Path(run.config.resume)
-        run.resumed_from = str(chosen) if is_given else read_manifest(chosen)["resumed_from"]
+        path = chosen
+        run.resumed_from = on_main_then_broadcast(
+            accelerator,
+            lambda: str(path) if is_given else read_manifest(path)["resumed_from"],
+        )
     elif run.rank == 0 and candidates:
         logger.warning("no checkpoint of %s can be used: training starts from step 0.", run.folder)
     if not chosen:

@@ -21,7 +21,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils.hooks import RemovableHandle
 
 from ..contract import RecipeModule
-from ..step_sums import dtype_of_sums
+from ..step_sums import dtype_of_sums, read_on_host
 from .findings import Findings
 
 # Differences relative to the norm. Up to ROUNDING, they are ignored. Up to MAX_DIFFERENCE, and for
@@ -155,7 +155,7 @@ class EqualRanks:
         torch.distributed.all_reduce(largest, ReduceOp.MAX, group)
         spread = (largest.sum(0) / largest[0, :, :1].clamp(min=1e-30)).amax(1)
         torch.distributed.all_reduce(spread, ReduceOp.MAX)  # over all groups
-        return dict(zip(names, spread.tolist(), strict=True))
+        return dict(zip(names, read_on_host(spread), strict=True))
 
     # ---- what a forward changes ------------------------------------------------------------------
     def _watch_gathered(self) -> None:
