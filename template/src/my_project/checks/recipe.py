@@ -117,7 +117,7 @@ def check_sums(
     if problem := on_main_then_broadcast(accelerator, lambda: problem):
         place = source_location(recipe.loss)
         findings.run.is_loss_a_sum = False
-        findings.run.when_loss_is_no_sum()  # is_loss_a_sum has changed
+        findings.run.when_loss_is_no_sum()
         findings.add("recipe", f"{type(recipe).__name__}.loss ({place}) {problem}")
     elif problem is not None:
         findings.passed("recipe", "loss and num_items add up")
