@@ -1,10 +1,14 @@
 """A wrong run or launch is refused with one sentence, before anything is written."""
 
 import json
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import yaml
-from my_project.accelerator import check_launch, ddp_options
+from accelerate.utils import DynamoBackend
+from my_project import sharding
+from my_project.accelerator import check_launch, ddp_options, numerics
 from my_project.config import Config, ConfigError
 from my_project.loading.layout import batch_layout
 from my_project.run_folder import refuse_other_settings
@@ -78,6 +82,7 @@ def test_any_number_of_processes_divides_a_global_batch(total, size):
         # its state is in no checkpoint; gradients of sums overflow
         ({"distributed__ddp": {"comm_hook": "power_sgd"}}, "but must be no or bf16"),
         ({"distributed__ddp": {"comm_hook": "fp16"}}, "but must be no or bf16"),
+        ({"precision": "fp16"}, "fp16, which needs a GPU"),
         ({"distributed__ddp": {"static_grahp": True}}, "of DDP; did you mean static_graph?"),
         ({"distributed__ddp": {"bucket_cap_mb": "big"}}, "ddp.bucket_cap_mb is big, but must be a"),
     ],
@@ -127,6 +132,16 @@ def test_a_gpu_config_without_a_gpu_is_refused(tmp_path, monkeypatch):
         check_launch(make_config(tmp_path))
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "-1,-1")
     check_launch(make_config(tmp_path))
+
+
+@pytest.mark.parametrize("hook", [{}, {"comm_hook": "no"}, {"comm_hook": False}])
+def test_no_hook_is_one_value_however_yaml_reads_it(tmp_path, monkeypatch, hook):
+    """Or a later start would warn that the hook has changed."""
+    monkeypatch.setattr(sharding, "kind", lambda _: "none")
+    state = SimpleNamespace(dynamo_plugin=SimpleNamespace(backend=DynamoBackend.NO))
+    accelerator: Any = SimpleNamespace(num_processes=2, mixed_precision="no", state=state)
+    run: Any = SimpleNamespace(config=make_config(tmp_path, distributed__ddp=hook), total_steps=1)
+    assert numerics(accelerator, run)["comm_hook"] == "no"
 
 
 def test_a_static_graph_is_refused_where_steps_accumulate(tmp_path, monkeypatch):

@@ -488,6 +488,12 @@ def opened(kind: str, path: Path) -> Any:  # noqa: PLR0911
     path.write_bytes(bytes(640))
     if kind == "map":
         return np.memmap(path)
+    if kind == "member":  # of an archive, without the archive itself
+        with tarfile.open(path, "w") as archive:
+            archive.addfile(tarfile.TarInfo("member"))
+        archive = tarfile.open(path)  # noqa: SIM115
+        OPENED.append(archive)
+        return archive.extractfile("member")
     if kind == "closed":
         with path.open("rb") as file:
             return file
@@ -514,7 +520,7 @@ class Holding(Ragged):
 
 
 @pytest.mark.parametrize("in_validation", quick(1, [False, True]))
-@pytest.mark.parametrize("kind", ["file", "list", "zip", "tar", "sqlite"])
+@pytest.mark.parametrize("kind", ["file", "list", "zip", "tar", "member", "sqlite"])
 @pytest.mark.usefixtures("closing")
 def test_an_open_file_in_a_dataset_is_refused_with_workers(tmp_path, kind, in_validation):
     recipe = Holding(kind=kind, path=str(tmp_path / "samples"), in_validation=in_validation)
@@ -526,7 +532,8 @@ def test_an_open_file_in_a_dataset_is_refused_with_workers(tmp_path, kind, in_va
 
 
 @pytest.mark.parametrize(
-    ("kind", "count"), quick(2, [("file", 0), ("map", 2), ("closed", 2), ("memory", 2), ("log", 2)])
+    ("kind", "count"),
+    quick(3, [("file", 0), ("member", 0), ("map", 2), ("closed", 2), ("memory", 2), ("log", 2)]),
 )
 @pytest.mark.usefixtures("closing")
 def test_what_workers_do_not_share_is_not_refused(tmp_path, kind, count):

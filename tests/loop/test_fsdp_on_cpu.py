@@ -14,6 +14,7 @@ from contextlib import closing
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -334,6 +335,21 @@ class Unsendable(Counted):
         return model
 
 
+@dataclass(frozen=True, kw_only=True)
+class Unreadable(Counted):
+    """Holds an object of a module that only build_model makes importable, as remote code is."""
+
+    def build_model(self, data_info: dict[str, Any]) -> nn.Module:
+        model: Any = super().build_model(data_info)
+        sys.modules.setdefault("of_build_model", ModuleType("of_build_model"))
+        kind = type("Held", (), {"__module__": "of_build_model"})
+        setattr(sys.modules["of_build_model"], "Held", kind)  # noqa: B010
+        model.held = kind()
+        rank = float(os.environ.get("RANK", "0"))
+        model.register_buffer("of_rank_0", torch.tensor(rank))
+        return model
+
+
 def start_each(configs: list[Config], replicas: int) -> list[dict[str, Any]]:
     """Build, shard and fill the model of each config; return what there is then, by config."""
     ask_for_fsdp(replicas)
@@ -380,6 +396,7 @@ START: dict[str, Any] = {
     "deep": Counted(width=WIDE, blocks=8),
     "recurrent": Recurrent(width=WIDE, blocks=8),
     "unsendable": Unsendable(width=WIDE, blocks=8),
+    "unreadable": Unreadable(width=WIDE, blocks=8),
 }
 
 
@@ -425,8 +442,8 @@ def test_a_sharded_start_has_the_same_weights_and_no_rank_holds_them_all(tmp_pat
             assert_equal_tensors(found["buffers"], plain.named_buffers())
             named = plain.named_parameters(remove_duplicate=False)
             assert_equal_tensors(found["weights"], named)
-            assert found["calls"] == (rank == 0 or name == "unsendable")
-            is_whole = rank == 0 or name in ("pretrained", "unsendable")
+            assert found["calls"] == (rank == 0 or name in ("unsendable", "unreadable"))
+            is_whole = rank == 0 or name in ("pretrained", "unsendable", "unreadable")
             assert is_whole or found["peak"] <= most
         if isinstance(config.recipe, Pretrained):
             tokens = torch.arange(6)[None]

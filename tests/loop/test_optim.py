@@ -3,7 +3,9 @@
 import math
 import sys
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, get_args, get_type_hints
 
 import numpy as np
@@ -20,6 +22,7 @@ from my_project.optim import (
     set_learning_rate,
     step_if_finite,
 )
+from my_project.parallel import build_on_device
 from my_project.watchdog import waits_for_others
 from ragged import Ragged
 from runs import change, make_config, quick, records, status, train, weights
@@ -405,6 +408,20 @@ class Sharing(Ragged):
 
 
 @pytest.mark.slow
+def test_recurrent_layers_are_flattened_once_their_weights_have_been_copied(tmp_path, monkeypatch):
+    """On a GPU, cuDNN would otherwise copy the weights in each forward, and warn."""
+    flattened: list[list[int]] = []
+
+    def note(layer: nn.Module) -> None:
+        flattened.append([p.data_ptr() for p in layer.parameters()])
+
+    monkeypatch.setattr(nn.RNNBase, "flatten_parameters", note)
+    accelerator: Any = SimpleNamespace(device=torch.device("cpu"))
+    build = partial(nn.Sequential, nn.LSTM(2, 2))
+    model, _ = build_on_device(accelerator, build, make_config(tmp_path))
+    assert flattened[-1] == [p.data_ptr() for p in model.parameters()]
+
+
 def test_buffers_that_share_memory_share_it_on_any_number_of_processes(tmp_path):
     one, two = final_weights_on((1, 2), tmp_path, Sharing(dtype="float64"))
     assert torch.equal(two["1.total"], torch.full((4,), 9 / 8))

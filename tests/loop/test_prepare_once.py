@@ -133,6 +133,18 @@ def work(folder: Path) -> bool:
     return (folder / "done").exists()
 
 
+def test_another_user_of_the_runs_folder_can_open_each_lock(tmp_path):
+    before = os.umask(0o022)
+    try:
+        with until_all_are_done(tmp_path, "run"), in_turn(tmp_path, "work"):
+            pass
+    finally:
+        os.umask(before)
+    locks = [path for path in tmp_path.glob(".*") if path.suffix != ".finished"]
+    assert len(locks) == 3
+    assert {path.stat().st_mode & 0o777 for path in locks} == {0o666}
+
+
 def test_a_node_that_is_done_waits_for_the_others(tmp_path):
     assert run_world(2, work, tmp_path) == [True, True]
 

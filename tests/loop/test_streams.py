@@ -212,9 +212,9 @@ def test_a_checkpoint_of_other_lanes_does_not_give_a_run_their_states(tmp_path, 
     ("state", "sentence"),
     [
         ("tensor", "Tensor is not JSON serializable"),
-        ("nan", "JSON would change it"),
-        ("tuple", "JSON would change it"),
-        ("key", "JSON would change it"),
+        ("nan", "what JSON would change"),
+        ("tuple", "what JSON would change"),
+        ("key", "what JSON would change"),
         ("nested", "recursion"),
     ],
 )

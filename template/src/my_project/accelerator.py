@@ -74,11 +74,13 @@ def check_launch(config: Config) -> None:
     for variable in filter(parse_flag_from_env, sorted(UNSUPPORTED)):
         raise ConfigError(
             f"{variable} is set, but this loop does not support it (DeepSpeed and Megatron-LM"
-            " reduce gradients inside backward, so the gradient of ragged batches would be wrong):"
-            " use DDP or FSDP2."
+            " reduce gradients inside backward, so the gradient would be wrong if micro-batches"
+            " differ in their number of items): use DDP or FSDP2."
         )
     if precision == "fp8" and config.precision is None:
         raise ConfigError("mixed_precision is fp8, but must be no, bf16 or fp16.")
+    if (config.precision or precision) == "fp16" and use_cpu():
+        raise ConfigError("the precision is fp16, which needs a GPU: on the CPU, use bf16 or no.")
     if precision and not asked_for_cpu():
         check_gpus(1, count_accelerators())
     sharding.check_config(world_size)
@@ -193,7 +195,7 @@ def release_groups(accelerator: Accelerator) -> None:
 
 
 def ddp_options(config: Config) -> DistributedDataParallelKwargs:
-    """Return DDP's options; the config gives the communication hook by name (bf16).
+    """Return DDP's options; the config names the communication hook, no or bf16.
 
     Raises:
         ConfigError: an option does not exist, or its value is wrong or does not fit the run.
@@ -220,7 +222,8 @@ def ddp_options(config: Config) -> DistributedDataParallelKwargs:
     if options["comm_hook"] not in ("no", "bf16"):
         raise ConfigError(
             f"distributed.ddp.comm_hook is {options['comm_hook']!r}, but must be no or bf16:"
-            " gradients of sums overflow in fp16, and checkpoints do not contain PowerSGD's state."
+            " in fp16, the gradient of a summed loss overflows, and PowerSGD's state is not in"
+            " checkpoints."
         )
     options["comm_hook"] = DDPCommunicationHookType(options["comm_hook"])
     return DistributedDataParallelKwargs(**options)
@@ -259,7 +262,7 @@ def numerics(accelerator: Accelerator, run: Run) -> Numerics:
         "tf32": config.tf32,
         "deterministic": config.deterministic,
         "sharding": sharding.kind(accelerator),
-        "comm_hook": config.distributed.ddp.get("comm_hook", "no") if is_ddp else "no",
+        "comm_hook": (is_ddp and config.distributed.ddp.get("comm_hook")) or "no",
         "torch_compile": plugin.backend != DynamoBackend.NO,
         # the learning rate of a step depends on the total number of steps
         "scheduled_steps": None if config.optim.schedule in UNSCHEDULED else run.total_steps,

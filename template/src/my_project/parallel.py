@@ -61,9 +61,12 @@ def build_on_device(
     # buffer separately, even buffers that share memory
     on_cpu = accelerator.device.type == "cpu"
     model = build_whole().to("cpu" if on_cpu else accelerator.device)
-    # a clone is dense, as fused kernels need, and has memory of its own, as after a move to a GPU
+    # Fused kernels need dense weights, and a clone is dense. It does not share memory, as on a GPU.
     for parameter in model.parameters():
         parameter.data = parameter.data.clone()
+    for module in model.modules():
+        if isinstance(module, nn.RNNBase):
+            module.flatten_parameters()  # into one buffer, as cuDNN needs
     if config.channels_last:
         model = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     return model, None

@@ -53,10 +53,10 @@ A recipe may also have:
 
     collate(samples) -> batch                     default: torch's default_collate
     parameter_groups(model) -> list of dicts      as for torch.optim; "lr_scale" multiplies lr
-    model_blocks(model) -> list of modules        the modules that are, one at a time, gathered by
-                                                  FSDP2, recomputed by activation checkpointing and
-                                                  compiled by torch.compile; none may contain
-                                                  another; default: those of Transformers, or layers
+    model_blocks(model) -> list of modules        the modules that FSDP2 gathers, activation
+                                                  checkpointing recomputes and torch.compile
+                                                  compiles, one at a time; none may contain another;
+                                                  default: a transformers model's layers, or layers
                                                   of one class in a ModuleList or Sequential
                                                   (blocks.py)
     build_metrics() -> {name: torchmetrics.Metric}    needs update_metrics; default: the mean loss

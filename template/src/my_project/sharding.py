@@ -1,4 +1,4 @@
-"""Shard a model with FSDP2, without a device that holds the whole model at the start.
+"""Shard a model with FSDP2; no device holds the whole model, not even at the start.
 
 At the start, only rank 0 holds the whole model, in host memory, and no device holds more than its
 shards and one weight. Rank 0 builds the model and sends the modules and buffers to the other ranks,
@@ -170,7 +170,7 @@ def wrap_for_sharding(
     all parameters on the meta device have the same address. This function matches them by name.
     """
     plugin: Any = accelerator.state.fsdp_plugin
-    if optimizer.state:  # such as Adagrad's state: the last save would fail
+    if optimizer.state:  # such as Adagrad's: it is not sharded, so no checkpoint could hold it
         raise ConfigError(
             f"{type(optimizer).__name__} creates its state in its constructor, before FSDP shards"
             " the parameters; choose another optim.class_path."
@@ -237,7 +237,7 @@ def build_for_sharding(
     """Build a model whose parameters are on the meta device. Called by every rank.
 
     Only rank 0 calls the recipe's build_model, which may read weights or compute with values. It
-    sends the modules to the other ranks by pickle; if pickling fails, every rank calls build_model.
+    sends the modules to the other ranks by pickle; if that fails, every rank calls build_model.
 
     Args:
         accelerator: this process's Accelerator.
@@ -251,20 +251,29 @@ def build_for_sharding(
     def build_on_main() -> tuple[bytes, dict[str, Tensor]]:
         model = build_whole()
         built.append((model, take_weights(model)))
+        buffers = dict(model.named_buffers())
         try:
-            return pickle.dumps(model), {}
+            return pickle.dumps(model), buffers
         except Exception as error:  # such as for a lambda or a local class
-            logger.warning(
-                "the model cannot be sent to the other ranks (%s), so each builds the whole model"
-                " in host memory; define its classes and functions at the top level of a module.",
-                error,
-            )
-            return b"", dict(model.named_buffers())
+            warn(error)
+            return b"", buffers
+
+    def warn(error: Exception) -> None:
+        logger.warning(
+            "the model cannot be sent to the other ranks (%s), so each builds the whole model in"
+            " host memory; define its classes and functions at the top level of a module.",
+            error,
+        )
 
     pickled, buffers = on_main_then_broadcast(accelerator, build_on_main)
     if built:
         return built[0]
-    model = pickle.loads(pickled) if pickled else build_whole()
+    try:
+        if pickled:
+            return pickle.loads(pickled), {}
+    except Exception as error:  # such as for a class that only build_model makes importable
+        warn(error)
+    model = build_whole()
     take_weights(model)
     for name, buffer in buffers.items():
         model.get_buffer(name).data.copy_(buffer)

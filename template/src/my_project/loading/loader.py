@@ -262,6 +262,8 @@ def has_position(value: object) -> bool:
             return value.readable() and value.fileno() > 2  # not stdin
         except (OSError, ValueError):  # it is in memory, or closed
             return False
+        except AttributeError:  # a member of a tar archive, which shares the archive's position
+            return True
     return "sqlite3" in sys.modules and isinstance(value, sys.modules["sqlite3"].Connection)
 
 

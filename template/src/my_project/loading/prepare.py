@@ -9,7 +9,7 @@ import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from ..config import Config, to_dict
 from ..contract import described, refuse
@@ -24,14 +24,15 @@ logger = logging.getLogger(__name__)
 def prepare_data(config: Config) -> DataInfo:
     """Call the recipe's prepare_data in one process first; the other processes find the work done.
 
-    There is no timeout, since tokenizing can take hours. The random state does not depend on the
+    There is no timeout, since tokenizing can take hours, unless each node has its own runs folder
+    (until_all_are_done). The random state does not depend on the
     config's seed, since the content of a cache must not depend on the run that fills it.
 
     Returns:
         data_info.
 
     Raises:
-        ConfigError: data_info is not a dict of plain JSON.
+        ConfigError: data_info is not a dict of plain JSON, or the runs folder cannot be written to.
     """
     recipe, folder = config.recipe, Path(config.runs_folder)
     work = f"{derive_seed(to_dict(config)['recipe']):016x}"  # the recipe's class and settings
@@ -51,22 +52,31 @@ def prepare_data(config: Config) -> DataInfo:
 
 
 def has_text_keys(value: Any) -> bool:
-    """Return whether all keys in a value are texts; JSON would make them texts in silence."""
+    """Return whether all keys in a value are strings; JSON would silently convert other keys."""
     if isinstance(value, dict):
         return all(isinstance(key, str) and has_text_keys(part) for key, part in value.items())
     return not isinstance(value, (list, tuple)) or all(map(has_text_keys, value))
 
 
+def let_all_users_lock(file: IO[bytes]) -> None:
+    """Let every user of a shared runs folder open this lock file."""
+    with suppress(PermissionError):  # it is another user's file
+        os.fchmod(file.fileno(), 0o666)
+
+
 @contextmanager
 def until_all_are_done(folder: Path, run_name: str) -> Iterator[None]:
-    """Run the block, then wait until every other process has finished it.
+    """Run the block, then wait until every process that has begun it has finished it.
 
-    Otherwise the ranks that finish first would wait in the process group, which has a timeout.
+    Otherwise the ranks that finish first would wait in the process group, which has a timeout
+    (distributed.startup_timeout_seconds). A process that begins later, or has another runs folder,
+    has to finish within this timeout.
     """
     with writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
         file = open_own(folder / f".{run_name}.preparing", "ab+")
     with file:
+        let_all_users_lock(file)
         with suppress(OSError):  # a file system without locks
             fcntl.lockf(file, fcntl.LOCK_SH)
         yield
@@ -106,8 +116,7 @@ def first_alone(path: Path, work: str = "all") -> Iterator[bool]:
     with writing(path.parent):
         lock = open_own(path, "ab")
     with lock:
-        with suppress(PermissionError):  # another user's file
-            os.fchmod(lock.fileno(), 0o666)
+        let_all_users_lock(lock)
         before = read_json(finished)
         try:
             fcntl.lockf(lock, fcntl.LOCK_EX)  # unlike flock, not inherited by a forked process

@@ -108,7 +108,9 @@ def plain(state: Json) -> Json:
     """Copy a lane's state via JSON; refuse a state that JSON, and so a checkpoint, would change."""
     copied = json.loads(json.dumps(state))
     if copied != state:
-        raise ValueError("JSON would change it: return no tuples, NaNs or non-string keys")
+        raise ValueError(
+            "state_dict returned what JSON would change: return no tuples, NaNs or non-string keys"
+        )
     return copied
 
 
