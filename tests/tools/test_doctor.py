@@ -247,6 +247,20 @@ def test_a_full_disk_is_told_also_where_nothing_else_was_reported(tmp_path, monk
     assert diagnose(run.folder)["cause"] == "full disk"
 
 
+@pytest.mark.parametrize(
+    ("note", "is_full"),
+    [
+        ("step_00000003 could not be saved: OSError: No space left on device", True),
+        ("the mirror could not be brought up to date: no network", False),
+    ],
+)
+def test_the_remedy_for_a_save_that_failed_fits_its_error(tmp_path, monkeypatch, note, is_full):
+    run = begin(tmp_path, monkeypatch)
+    run.write_status("finished", "", note=note)
+    found = diagnose(run.folder)
+    assert (found["known"], "free some space" in str(found["remedy"])) == ([note], is_full)
+
+
 def test_steps_that_overflowed_and_steps_without_items_are_told_apart(tmp_path, monkeypatch):
     from my_project.state import NotFiniteError
 
@@ -354,6 +368,16 @@ def launched(folder: Path, monkeypatch, *hosts: str, start: str = "abc.0") -> tu
 
 def end_logs(logs: Path, **ended: Any) -> None:
     (logs / "launcher.json").write_text(json.dumps({"time": time.time()} | ended))
+
+
+@pytest.mark.parametrize(("code", "cause"), [(-9, "killed"), (-6, "mismatched collectives")])
+def test_a_mismatch_in_the_log_is_told_only_of_a_rank_that_aborted(
+    tmp_path, monkeypatch, code, cause
+):
+    run, logs = launched(tmp_path, monkeypatch, HERE)
+    (logs / "rank_00000.log").write_text("collective mismatch: of this or an earlier start")
+    end_logs(logs, exit_codes={"0": code}, killed=[], restarts=0)
+    assert diagnose(run.folder)["cause"] == cause
 
 
 @pytest.mark.parametrize(("restarts", "cause"), [(0, "interrupted"), (1, "killed")])

@@ -356,7 +356,9 @@ def _unreported_exit(start: Start, exits: dict[int, Exit]) -> dict[str, Any]:
         names = {number.value: number.name for number in Signals}
         ending = f"by signal {-first.code} ({names.get(-first.code, 'unknown')})"
         kind = "killed" if -first.code == SIGKILL else "crashed"
-    if SENTENCES["mismatched collectives"].search(_tail(start.logs.get(rank))):
+    # the log may also hold the message of an earlier start
+    is_abort = first.code == ABORTED
+    if is_abort and SENTENCES["mismatched collectives"].search(_tail(start.logs.get(rank))):
         kind = "mismatched collectives"
     cause = {
         "cause": kind,
@@ -450,7 +452,7 @@ def _with_dumps(start: Start, cause: dict[str, Any]) -> dict[str, Any]:
         cause["what"] = "ranks called different collectives"
         if differing:
             cause["likely"] = [f"at fault: {start.describe(differing)}, since the others agree"]
-    elif finding.missing and cause["cause"] != "stalled":
+    elif finding.missing and cause["cause"] in ("hang", "mismatched collectives"):
         cause |= _of_rank(start, finding.missing[0])
     return cause
 
@@ -519,9 +521,10 @@ def diagnose(folder: Path, now: float | None = None) -> dict[str, Any]:
     start = newest_start(run, locked)
     outcome = _outcome(start, locked)
     cause = find_cause(start) if outcome in ("failed", "interrupted", "unknown") else {}
-    kind, note = cause.get("cause", ""), run.status.note or ""  # note: if the last save failed
+    kind, note = cause.get("cause", ""), run.status.note or ""  # note: if a save has failed
     values = _values(start, cause)
-    row = CAUSES.get("full disk" if note and not cause else kind, ("", ""))
+    is_disk_full = not cause and bool(SENTENCES["full disk"].search(note))
+    row = CAUSES.get("full disk" if is_disk_full else kind, ("", ""))
     likely, remedy = ([text.format_map(values)] if text else [] for text in row)
     if outcome not in ("finished", "running", "starting"):
         step = newest_checkpoint(folder)
