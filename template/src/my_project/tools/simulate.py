@@ -209,7 +209,7 @@ class Simulator:
                     " batches.micro_batch_size."
                 )
             micro_batch, accumulation = layout.micro_batch_size, layout.accumulation
-        precision = config.precision or launched.precision
+        precision = launched.precision
         gpus = {"is_available": lambda: launched.gpus > 0, "device_count": lambda: launched.gpus}
         data_info, train_set = self.data
         with _as_rank_0(launched):
@@ -329,7 +329,7 @@ class _Step:
         is_outside = accumulation > 1 and may_be_none
         self.are_views = options.gradient_as_bucket_view and not is_outside
         is_bf16 = options.comm_hook.value == "bf16"
-        self.sent_dtype = torch.bfloat16 if is_bf16 else torch.float32
+        self.sent_dtype = torch.bfloat16 if is_bf16 else None  # None: that of the bucket
         self.synced_buffers = [*self.raw_model.buffers()] if options.broadcast_buffers else []
         trained = [p for p in self.raw_model.parameters() if p.requires_grad][::-1]
         limits = [dist._DEFAULT_FIRST_BUCKET_BYTES, options.bucket_cap_mb << 20]  # type: ignore
@@ -358,7 +358,7 @@ class _Step:
                 flat = [b.flatten() for b in self.synced_buffers if b.dtype == dtype]
                 dist.broadcast(torch.cat(flat), 0)
             for bucket in self.buckets:
-                dist.all_reduce(bucket.to(self.sent_dtype))
+                dist.all_reduce(bucket.to(self.sent_dtype or bucket.dtype))
 
     def update(self) -> None:
         """Update the weights as train.py does, without reading the gradient norm."""
@@ -412,17 +412,20 @@ def _count(step: _Step, batch: Any, accumulation: int, gpus_per_node: int) -> di
     micro_batches = min(accumulation, 2)
     gc.collect()
     gc.freeze()  # so that the recorder collects only what is made from here on
-    # the counter decomposes some operations, so it has to see each of them last
-    with no_garbage_collection(), counter, tracker, collectives:
-        if micro_batches == 2:
-            collectives.weight = accumulation - 1
-            step.micro_batch(batch, is_last=False)
-            collectives.weight = 1
+    try:
+        # the counter decomposes some operations, so it has to see each of them last
+        with no_garbage_collection(), counter, tracker, collectives:
+            if micro_batches == 2:
+                collectives.weight = accumulation - 1
+                step.micro_batch(batch, is_last=False)
+                collectives.weight = 1
+                tracker.reset_mod_stats()
+            step.micro_batch(batch, is_last=True)
+            flops = counter.get_total_flops()
             tracker.reset_mod_stats()
-        step.micro_batch(batch, is_last=True)
-        flops = counter.get_total_flops()
-        tracker.reset_mod_stats()
-        step.update()
+            step.update()
+    finally:
+        gc.unfreeze()  # otherwise the models of all steps would stay in memory
     peak = tracker.get_tracker_snapshot("peak")[CPU]
     sizes = {getattr(kind, "value", kind): size for kind, size in peak.items()}
     memory = {kind: sum(sizes.get(name, 0) for name in names) for kind, names in KINDS.items()}
