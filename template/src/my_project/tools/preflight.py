@@ -285,15 +285,19 @@ def judge(by_rank: list[dict[str, Any]]) -> dict[str, set[str]]:
     for own in by_rank:
         if text := own["folder_problem"]:
             problems.setdefault(text, set()).add(own["host"])
-    clocks = {own["clock"]: own["host"] for own in by_rank}
-    skew = max(clocks) - min(clocks)
-    if skew > MAX_CLOCK_SKEW_SECONDS:
-        last = clocks[min(clocks)]
-        text = (
-            f"the clock of {last} is {skew:.1f} s behind; the limit is"
-            f" {MAX_CLOCK_SKEW_SECONDS:g} s. Start a time service (chrony) on every node."
+    clocks = [own["clock"] for own in by_rank]
+    if max(clocks) - min(clocks) > MAX_CLOCK_SKEW_SECONDS:
+        median = statistics.median_high(clocks)
+        skew, host = max(
+            ((own["clock"] - median, own["host"]) for own in by_rank),
+            key=lambda pair: abs(pair[0]),
         )
-        problems[text] = {last}
+        text = (
+            f"the clock of {host} is {abs(skew):.1f} s {'ahead' if skew > 0 else 'behind'}; clocks"
+            f" may differ by {MAX_CLOCK_SKEW_SECONDS:g} s. Start a time service (chrony) on every"
+            " node."
+        )
+        problems[text] = {host}
     for host in [own["host"] for own in by_rank if own.get("pinned_bytes", -1) >= 0]:
         text = f"{host} limits pinned memory, which InfiniBand needs: see ulimit in the Dockerfile."
         problems[text] = {host}
