@@ -291,8 +291,8 @@ def _tail(path: Path | None) -> str:
 def find_cause(start: Start) -> dict[str, Any]:
     """Return the cause of a failed start and what failed first, by name.
 
-    The names are "cause", fields of an error file, what, says, and some that override what CAUSES
-    gives: known, likely, look_at, is_known.
+    The keys are "cause", fields of an error file, "what", "says", and some that may be left out:
+    "known", "look_at", "likely" (it replaces what CAUSES gives) and "is_known" (LIKELY).
     """
     failures = start.failures
     first = first_failure(failures)

@@ -223,7 +223,7 @@ def plan(
 ) -> list[dict[str, Any]]:
     """Predict each kind on 1, 2, 4, ... GPUs of a node, then on 1, 2, 4, ... nodes.
 
-    On only a part of the cluster, kinds after the simplest one that fits are left out.
+    For a part of the cluster, only the kinds up to the simplest that fits are predicted.
     """
     whole = (cluster.nodes, cluster.gpus_per_node)
     sizes = [(1, gpus) for gpus in _doubled(cluster.gpus_per_node)]
@@ -344,8 +344,9 @@ def main(arguments: argparse.Namespace, settings: list[str]) -> None:
     total = layout.global_batch_size
     if not (rows := plan(simulator.step, arguments, total, kinds, simulator.accepts)):
         raise ConfigError(
-            f"batches.global_batch_size {total} cannot be divided as distributed.ddp.static_graph"
-            f" or the stream's lanes require, over {nodes} x {gpus} GPUs or fewer: change it."
+            f"batches.global_batch_size {total} cannot be divided over {nodes} x {gpus} GPUs or"
+            " fewer as distributed.ddp.static_graph or the stream's lanes require: change the"
+            " global batch size."
         )
     sentences = advice(rows)
     if refusal:

@@ -77,7 +77,7 @@ def code_lines(kept: Kept, path: Path, name: str) -> Iterator[str]:
     else:
         yield line("mkdir", "--", name)
         yield line("cd", "--", name)
-    for folder, commit in kept.submodules.items():  # a nested one after the one that has it
+    for folder, commit in kept.submodules.items():  # an outer one comes first
         outer = [other for other in kept.submodules if folder.startswith(f"{other}/")]
         parent = max(outer, key=len, default=".")
         name = os.path.relpath(folder, parent)
