@@ -443,12 +443,19 @@ def test_a_failed_launch_on_fewer_nodes_is_told(tmp_path, monkeypatch):
     assert (found["outcome"], found["cause"]) == ("failed", "exception")
 
 
-def test_a_start_that_a_stop_signal_ended_before_the_loop_was_stopped(tmp_path, monkeypatch):
+@pytest.mark.parametrize("restarts", [0, 1])
+def test_a_start_that_a_stop_signal_ended_before_the_loop_was_stopped(
+    tmp_path, monkeypatch, restarts
+):
     run, logs = launched(tmp_path, monkeypatch, HERE)
-    (run.folder / "run.json").unlink()
-    end_logs(logs, exit_codes={"0": -10}, killed=[], restarts=0, signal="SIGUSR1")
+    if restarts:
+        run.write_status("failed", "of the start before it")
+    else:
+        (run.folder / "run.json").unlink()
+    end_logs(logs, exit_codes={"0": -10}, killed=[], restarts=restarts, signal="SIGUSR1")
     found = diagnose(run.folder)
     assert (found["cause"], found["certainty"]) == ("stopped", "known")
+    assert found["first"]["what"] == "no process reported why it ended"
 
 
 def test_a_rank_that_was_killed_comes_before_one_that_aborted_on_another_node(

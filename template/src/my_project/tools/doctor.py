@@ -44,6 +44,7 @@ from ..files import is_number, open_own, read_json
 from ..process import PREEMPTED, STOP_SIGNALS
 from ..run_files import (
     Record,
+    Status,
     each_start,
     is_locked,
     local_folder,
@@ -468,7 +469,7 @@ def _of_rank(start: Start, rank: int | None) -> dict[str, Any]:
 
 def _without_report(start: Start) -> dict[str, Any]:
     """Return the cause if no process reported anything."""
-    status = start.run.status
+    status = Status() if start.is_unopened else start.run.status
     what = status.reason or "no process reported why it ended"
     cause: dict[str, Any] = {"cause": "interrupted", "what": what}
     if shutil.disk_usage(start.run.folder).free < MIN_FREE_BYTES:
