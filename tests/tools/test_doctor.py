@@ -6,7 +6,7 @@ import re
 import shutil
 import socket
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -247,6 +247,20 @@ def test_a_full_disk_is_told_also_where_nothing_else_was_reported(tmp_path, monk
     assert diagnose(run.folder)["cause"] == "full disk"
 
 
+@pytest.mark.parametrize(
+    ("note", "is_full"),
+    [
+        ("step_00000003 could not be saved: OSError: No space left on device", True),
+        ("the mirror could not be brought up to date: no network", False),
+    ],
+)
+def test_the_remedy_for_a_save_that_failed_fits_its_error(tmp_path, monkeypatch, note, is_full):
+    run = begin(tmp_path, monkeypatch)
+    run.write_status("finished", "", note=note)
+    found = diagnose(run.folder)
+    assert (found["known"], "free some space" in str(found["remedy"])) == ([note], is_full)
+
+
 def test_steps_that_overflowed_and_steps_without_items_are_told_apart(tmp_path, monkeypatch):
     from my_project.state import NotFiniteError
 
@@ -356,6 +370,16 @@ def end_logs(logs: Path, **ended: Any) -> None:
     (logs / "launcher.json").write_text(json.dumps({"time": time.time()} | ended))
 
 
+@pytest.mark.parametrize(("code", "cause"), [(-9, "killed"), (-6, "mismatched collectives")])
+def test_a_mismatch_in_the_log_is_told_only_of_a_rank_that_aborted(
+    tmp_path, monkeypatch, code, cause
+):
+    run, logs = launched(tmp_path, monkeypatch, HERE)
+    (logs / "rank_00000.log").write_text("collective mismatch: of this or an earlier start")
+    end_logs(logs, exit_codes={"0": code}, killed=[], restarts=0)
+    assert diagnose(run.folder)["cause"] == cause
+
+
 @pytest.mark.parametrize(("restarts", "cause"), [(0, "interrupted"), (1, "killed")])
 def test_what_ended_an_earlier_start_of_the_launch_is_not_blamed(
     tmp_path, monkeypatch, restarts, cause
@@ -374,6 +398,76 @@ def test_a_signal_to_an_earlier_start_of_the_launch_is_not_told(tmp_path, monkey
     note = {"signal": "SIGUSR1", "time": line["time"] + (-9 if is_earlier else 9)}
     (logs / "signal_rank_00000.json").write_text(json.dumps(note))
     assert diagnose(run.folder)["cause"] == ("interrupted" if is_earlier else "stopped")
+
+
+def log_failure(logs: Path, rank: int, cause: str, attempt: int) -> None:
+    """Leave the error file of a rank that failed before its start opened the run folder."""
+    failure = failures.record(reason="told to fail", cause=cause)
+    failure = replace(failure, rank=rank, attempt=attempt)
+    (logs / f"rank_{rank:05d}.json").write_text(json.dumps(failure.to_json()))
+
+
+@pytest.mark.parametrize("how", ["exception", "killed"])
+def test_a_restart_that_fails_before_it_opens_the_run_folder_is_told(tmp_path, monkeypatch, how):
+    run, logs = launched(tmp_path, monkeypatch, HERE, HERE)
+    for rank in (0, 1):
+        fail(run, monkeypatch, rank, LOST)
+    log_failure(logs, 1, "lost contact", attempt=0)
+    if how == "exception":
+        log_failure(logs, 0, how, attempt=1)
+    end_logs(logs, exit_codes={"0": 2 if how == "exception" else -9}, killed=[], restarts=1)
+    run.write_status("failed", "of the start before it")
+    found = diagnose(run.folder)
+    assert (found["outcome"], found["cause"], found["first"]["rank"]) == ("failed", how, 0)
+    assert found["earlier_failures"] == 1
+
+
+def test_a_rank_that_failed_before_an_earlier_start_opened_the_folder_is_not_blamed(
+    tmp_path, monkeypatch
+):
+    run, logs = launched(tmp_path, monkeypatch, HERE, HERE, start="abc.1")
+    log_failure(logs, 1, "lost contact", attempt=0)
+    assert diagnose(run.folder)["cause"] == "interrupted"
+
+
+def test_a_failed_launch_on_fewer_nodes_is_told(tmp_path, monkeypatch):
+    run, logs = launched(tmp_path, monkeypatch, HERE, "gpu-b")
+    stopped = run.folder / "logs/node_1" / logs.name
+    stopped.mkdir(parents=True)
+    end_logs(stopped, exit_codes={"1": 75}, killed=[], restarts=0)
+    run.write_status("preempted", "saved")
+    stamp = time.strftime("%Y%m%dT%H%M%S_8", time.gmtime(time.time() + 60))
+    (run.folder / "logs/node_0" / stamp).mkdir()
+    log_failure(run.folder / "logs/node_0" / stamp, 0, "exception", attempt=0)
+    found = diagnose(run.folder)
+    assert (found["outcome"], found["cause"]) == ("failed", "exception")
+
+
+@pytest.mark.parametrize("restarts", [0, 1])
+def test_a_start_that_a_stop_signal_ended_before_the_loop_was_stopped(
+    tmp_path, monkeypatch, restarts
+):
+    run, logs = launched(tmp_path, monkeypatch, HERE)
+    if restarts:
+        run.write_status("failed", "of the start before it")
+    else:
+        (run.folder / "run.json").unlink()
+    end_logs(logs, exit_codes={"0": -10}, killed=[], restarts=restarts, signal="SIGUSR1")
+    found = diagnose(run.folder)
+    assert (found["cause"], found["certainty"]) == ("stopped", "known")
+    assert found["first"]["what"] == "no process reported why it ended"
+
+
+def test_a_rank_that_was_killed_comes_before_one_that_aborted_on_another_node(
+    tmp_path, monkeypatch
+):
+    run, logs = launched(tmp_path, monkeypatch, "gpu-a", "gpu-b")
+    other = run.folder / "logs/node_1" / logs.name
+    other.mkdir(parents=True)
+    end_logs(logs, exit_codes={"0": -6}, killed=[], restarts=0)
+    end_logs(other, exit_codes={"1": -9}, killed=[], restarts=0)
+    found = diagnose(run.folder)
+    assert (found["cause"], found["first"]["rank"]) == ("killed", 1)
 
 
 def test_a_rank_that_only_its_launcher_reports_is_told(tmp_path, monkeypatch):

@@ -181,6 +181,18 @@ def test_what_the_dumps_show_decides_the_cause_of_a_hang(
     assert (found["cause"], found["certainty"], found["first"]["rank"]) == wanted
 
 
+def test_a_rank_without_a_report_is_blamed_before_one_that_is_missing_in_the_dumps(
+    tmp_path, monkeypatch
+):
+    run = hang(tmp_path, monkeypatch, *["waiting"] * 3)
+    for path in (run.folder / "errors").glob("*_rank_00002_*.json"):
+        path.unlink()
+    for rank, entries in enumerate(ARRIVED_ALONE):
+        dump(run.folder, rank, entries, 3)
+    found = diagnose(run.folder)
+    assert (found["cause"], found["first"]["rank"]) == ("no report", 2)
+
+
 def test_of_several_calls_all_but_the_most_frequent_differ(tmp_path):
     one, two, three = ([entry(1, name)] for name in ("all_reduce", "barrier", "broadcast"))
     assert find(tmp_path, one, two, one, three).differing == [1, 3]

@@ -4,6 +4,7 @@ import json
 import math
 import random
 from argparse import Namespace
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -135,6 +136,8 @@ def test_the_seconds_of_a_step_by_hand():
     assert more == pytest.approx(1e-3 * (60 * 3 + 20 * 2))
     known = cluster(samples_per_second=None, gpu_tflops=1.0, mfu=0.5)
     assert planner.step_seconds("HSDP", step, known)[0] == pytest.approx(16 * 1e9 / 0.5e12)
+    with pytest.raises(ConfigError, match="add --samples-per-second"):
+        planner.step_seconds("HSDP", replace(step, flops_per_sample=0.0), known)
 
 
 def plan(capsys: Any, words: list[str]) -> list[dict[str, Any]]:
@@ -163,14 +166,37 @@ def test_the_command_predicts_each_config_from_its_simulated_step(tmp_path, caps
     assert slow[2]["seconds"] > 10 * rows[2]["seconds"]
 
 
+def test_failures_are_those_of_the_gpus_that_are_chosen_and_all_configs_are_read(
+    tmp_path, capsys, monkeypatch
+):
+    monkeypatch.chdir(PROJECT)
+    monkeypatch.setattr(Simulator, "step", lambda self, *where: steps_of(10**5)(*where))
+    (tmp_path / "second.yaml").write_text("batches: {global_batch_size: 64}")
+    words = [*arguments(tmp_path), "--config", str(tmp_path / "second.yaml")]
+    words += ["--nodes", "4", "--save-seconds", "30", "--samples-per-second", "1e7", "--json"]
+    planner.main(*planner.parser().parse_known_args(words))
+    printed = json.loads(capsys.readouterr().out)
+    assert printed["rows"][0]["micro_batch"] == 64, "the last config wins"
+    assert "accelerate_configs/gpu.yaml" in printed["advice"][0]
+    assert printed["advice"][-1].startswith("With 8.09e+03 h between failures")
+
+
 @pytest.mark.parametrize(
     "words",
-    [("--nodes", "0"), ("--gpus-per-node", "-1"), ("--mfu", "0"), ("--gpu-tflops", "nan")],
+    [
+        ("--nodes", "0"),
+        ("--gpus-per-node", "-1"),
+        ("--mfu", "0"),
+        ("--gpu-tflops", "nan"),
+        ("--mfu", "inf"),
+    ],
 )
 def test_numbers_that_are_not_positive_are_refused(words, capsys):
     with pytest.raises(SystemExit):
         planner.parser().parse_args(["--config", "a.yaml", *words])
-    assert f"{words[0]}: {words[1]} must be greater than 0" in capsys.readouterr().err
+    assert (
+        f"{words[0]}: {words[1]} must be a finite number greater than 0" in capsys.readouterr().err
+    )
 
 
 @pytest.mark.parametrize("content", [None, "", "[1]", '{"in_node_bytes_per_second": "fast"}'])

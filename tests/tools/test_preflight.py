@@ -124,6 +124,7 @@ def process(**found: Any) -> dict[str, Any]:
     ("found", "sentence"),
     [
         ({"clock": -6.0}, "the clock of b is 6.0 s behind"),
+        ({"clock": 6.0}, "the clock of b is 6.0 s ahead"),
         ({"flops": 5e14}, "rank 2 (b): 500TFLOP/s, but the median is 700TFLOP/s"),
         ({"folder_problem": "not shared"}, "not shared"),
         ({"pinned_bytes": 65536}, "b limits pinned memory, which InfiniBand needs"),

@@ -161,6 +161,11 @@ def test_a_repository_that_is_gone_and_had_no_remote_is_said(tmp_path):
             "python -m my_project launch --config_file a -m my_project.train",
         ),
         (
+            "/bin/python /env/bin/my-project launch --config_file a -m my_project.train --config a",
+            "run this on each host",
+            "python -m my_project launch --config_file a -m my_project.train",
+        ),
+        (
             "",
             "run this on each host",
             "torchrun --nnodes 2 --nproc_per_node 8 --rdzv_backend c10d --rdzv_endpoint"

@@ -1,7 +1,9 @@
 """The simulated step, compared with hand calculations, torch's memory and real processes."""
 
+import gc
 import os
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +39,7 @@ class Layers:
     width: int = 512
     depth: int = 6
     places: int = 128
+    dtype: str = "float32"  # of the weights
     reads_value: bool = False
 
     def prepare_data(self) -> dict[str, Any]:
@@ -47,7 +50,12 @@ class Layers:
 
     def build_model(self, data_info: dict[str, Any]) -> nn.Module:
         layers = (Layer(self.width) for _ in range(self.depth))
-        return nn.Sequential(nn.Linear(self.width, self.width), *layers)
+        before, dtype = torch.get_default_dtype(), getattr(torch, self.dtype)
+        torch.set_default_dtype(dtype)
+        try:
+            return nn.Sequential(nn.Linear(self.width, self.width), *layers)
+        finally:
+            torch.set_default_dtype(before)
 
     def loss(self, model: nn.Module, batch: Tensor, step: int) -> tuple[Tensor, Tensor]:
         total = model(batch).float().square().sum()
@@ -187,6 +195,25 @@ def test_ddp_reduces_once_a_step_in_buckets_of_25_mb_or_in_16_bit(tmp_path):
     hook = ["--distributed.ddp", "{comm_hook: bf16}"]
     half = simulated(tmp_path, "multi_node", 4, 8, *settings, *hook)
     assert half.collectives[0].size_bytes == pytest.approx(2 * plain.parameters, rel=1e-4)
+
+
+def test_ddp_sends_gradients_in_the_dtype_of_the_weights(tmp_path):
+    settings = ["--batches.global_batch_size", "16", "--recipe.places", "1", "--recipe.depth", "1"]
+    plain, half = (
+        simulated(tmp_path, "multi_gpu", 1, 2, *settings, "--recipe.dtype", dtype)
+        for dtype in ("float32", "bfloat16")
+    )
+    sums = 4 * 8
+    assert plain.collectives[0].size_bytes == sums + 4 * plain.parameters
+    assert half.collectives[0].size_bytes == sums + 2 * half.parameters
+
+
+def test_the_model_of_a_simulated_step_can_be_collected(tmp_path, monkeypatch):
+    calls = []
+    for name in ("freeze", "unfreeze"):
+        monkeypatch.setattr(gc, name, partial(calls.append, name))
+    simulated(tmp_path, "gpu", 1, 1, "--batches.global_batch_size", "1", "--recipe.depth", "1")
+    assert calls == ["freeze", "unfreeze"]
 
 
 def collectives_of_a_real_step(folder: str) -> tuple[int, dict[str, int]]:

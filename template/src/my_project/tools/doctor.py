@@ -41,8 +41,10 @@ from ..failures import (
     late,
 )
 from ..files import is_number, open_own, read_json
+from ..process import PREEMPTED, STOP_SIGNALS
 from ..run_files import (
     Record,
+    Status,
     each_start,
     is_locked,
     local_folder,
@@ -60,8 +62,7 @@ MAX_RANKS = 1_000_000
 WATCHED = ("stalled", "waiting")  # causes that the watchdog finds
 TAIL_BYTES = 1 << 18  # of a log, whose end shows how the process ended
 ABORTED = -6  # SIGABRT, which NCCL's own watchdog also sends after ours has reported a hang
-BY_OTHERS = (-2, -15)  # SIGINT and SIGTERM, with which a launcher ends the other ranks
-PREEMPTED = os.EX_TEMPFAIL  # the exit code of a run that was stopped and saved
+BY_OTHERS = [-number for number in STOP_SIGNALS]  # a launcher forwards these to its processes
 
 # ---- the table: cause -> what is likely and why, what to do --------------------------------------
 MORE_TIME = "set --stop_after, or allow more time between the signal and the kill for the save"
@@ -140,6 +141,7 @@ class Exit(NamedTuple):
     code: int  # negative: the signal
     by_launcher: bool  # the launcher killed it, since it did not end after another rank had failed
     restarts: int  # the number of restarts in place before it ended
+    time: float  # when its launcher wrote this, in seconds since 1970
     says: str
 
 
@@ -148,10 +150,10 @@ class Start:
     """What the files of a run say about its newest start."""
 
     run: Run
-    launch: str = ""  # its name in run.json; "" if it has not opened the run folder
+    launch: str = ""  # its name, as in run.json; "": not known
     is_unopened: bool = False  # it has not opened the run folder: it is starting, or has failed
-    # in seconds since 1970; 0: not known. A start that has not opened the run folder began later
-    # than this, any other start earlier
+    # in seconds since 1970; 0: not known. A bound: a start that has opened the run folder began
+    # before it, any other start after it
     began: float = 0.0
     failures: list[Failure] = field(default_factory=list)  # sorted by time
     hosts: dict[int, str] = field(default_factory=dict)  # by rank, as far as known
@@ -192,25 +194,32 @@ def newest_start(run: Run, locked: bool | None) -> Start:
     reports = run.failures.get(launch, [])
     failed = [valid_time(failure.time) for failure in reports]
     last_sign = max([*changed, *failed, run.last_record_time])
-    start = _read_logs(Start(run=run), opened, launch)
     stamp = time.strftime("%Y%m%dT%H%M%S", time.gmtime(last_sign))
-    is_later = min((folder.name[:15] for folder in start.log_folders), default="") > stamp
+    start = _read_logs(Start(run=run), opened, launch, stamp)
+    is_later = any(folder.name[:15] > stamp for folder in start.log_folders)
+    # restarts in place share this folder, and launcher.json is written only when a start ends, so
+    # both may be about an earlier start
+    name, _, number = launch.rpartition(".")
+    restarts = int(number) if number.isdecimal() and not is_later else 0
+    attempts = [end.restarts for end in start.exits.values() if end.time > opened]
+    attempts += [failure.attempt for failure in start.failures if failure.time > opened]
+    newest = max([restarts, *attempts])
+    start.exits = {rank: end for rank, end in start.exits.items() if end.restarts >= newest}
+    in_logs = [failure for failure in start.failures if failure.attempt >= newest]
     later = [f for f in run.failures.get("", []) if valid_time(f.time) > last_sign]
-    later += start.failures * is_later
+    later += in_logs * is_later
     has_failed = any(ended.code for ended in start.exits.values())
-    if later or (is_later and (has_failed or locked or not last_sign)):
+    if name and newest > restarts and not is_later:  # a restart in place
+        start.is_unopened, start.began, start.launch = True, last_sign, f"{name}.{newest}"
+        reports = [*run.failures.get(start.launch, []), *in_logs]
+    elif later or (is_later and (has_failed or locked or not last_sign)):
         start.is_unopened, start.began = True, last_sign
         reports = later
     else:
         if is_later:  # a later launch found a finished run, or was killed immediately: left out
-            start = Start(run=run)
+            start, in_logs = Start(run=run), []
         start.launch, start.began = launch, opened
-        # restarts in place write into the same folder; launchers write only when a start ends
-        restarts = launch.rpartition(".")[2]
-        if restarts.isdecimal():
-            exits = start.exits.items()
-            start.exits = {rank: end for rank, end in exits if end.restarts >= int(restarts)}
-        in_logs = [failure for failure in start.failures if failure.launch in ("", launch)]
+        in_logs = [failure for failure in in_logs if failure.launch in ("", launch)]
         reports = [*reports, *in_logs, *in_status]
         start.hosts = dict(enumerate(run.info.hosts))
     by_rank = {failure.rank: failure for failure in reversed(reports)}
@@ -229,19 +238,21 @@ def _changed(path: Path) -> float:
     return 0.0
 
 
-def _read_logs(start: Start, opened: float, launch: str) -> Start:
+def _read_logs(start: Start, opened: float, launch: str, stamp: str) -> Start:
     """Add what the newest log folder of each node contains, unless it is older than `opened`.
 
-    Stop signals that came before the start `launch` are left out.
+    If the names of some are later than `stamp`, the others are left out, since a launch may have
+    fewer nodes than the one before it. Stop signals that came before the start `launch` are left
+    out.
     """
     begun = max((b.time for b, _ in each_start(start.run.folder) if b.id == launch), default=0.0)
     nodes = sorted(start.run.folder.glob("logs/node_*/"))
     newest = [sorted(node.glob("[0-9]*T[0-9]*/"))[-1:] for node in nodes]  # by the time in the name
     logs: list[Path] = []
-    for folder in chain(*newest):
-        if max(map(_changed, folder.iterdir()), default=0.0) < opened - COPIED_SECONDS:
-            continue
-        start.log_folders.append(folder)
+    oldest = opened - COPIED_SECONDS
+    folders = [f for f in chain(*newest) if max(map(_changed, f.iterdir()), default=0.0) >= oldest]
+    start.log_folders = [folder for folder in folders if folder.name[:15] > stamp] or folders
+    for folder in start.log_folders:
         logs += folder.glob("rank_" + 5 * "[0-9]" + ".log")
         start.failures += read_failures(sorted(folder.glob("rank_*.json")))
         launcher = read_json(folder / "launcher.json")
@@ -260,11 +271,12 @@ def _exits(launcher: dict[str, Any], path: Path) -> dict[int, Exit]:
     """Return by rank how processes ended, in the order in which their launcher wrote it."""
     exits, killed, codes = {}, launcher.get("killed"), launcher.get("exit_codes")
     restarts = number if type(number := launcher.get("restarts")) is int else 0
+    written = valid_time(launcher.get("time"))
     for text, code in codes.items() if isinstance(codes, dict) else ():
         if text.isdecimal() and isinstance(code, int) and code != PREEMPTED:
             by_launcher = isinstance(killed, list) and int(text) in killed
             says = f"{path}: rank {text}: {code}"
-            exits[int(text)] = Exit(code, by_launcher, restarts, says)
+            exits[int(text)] = Exit(code, by_launcher, restarts, written, says)
     return exits
 
 
@@ -280,8 +292,8 @@ def _tail(path: Path | None) -> str:
 def find_cause(start: Start) -> dict[str, Any]:
     """Return the cause of a failed start and what failed first, by name.
 
-    The names are "cause", fields of an error file, what, says, and some that override what CAUSES
-    gives: known, likely, look_at, is_known.
+    The keys are "cause", fields of an error file, "what", "says", and some that may be left out:
+    "known", "look_at", "likely" (it replaces what CAUSES gives) and "is_known" (LIKELY).
     """
     failures = start.failures
     first = first_failure(failures)
@@ -337,14 +349,17 @@ def _reported(failure: Failure) -> dict[str, Any]:
 
 def _unreported_exit(start: Start, exits: dict[int, Exit]) -> dict[str, Any]:
     """Return the cause if processes left no report, but their launcher wrote how they ended."""
-    rank, first = next(iter(exits.items()))
+    # after a rank of another node has ended, NCCL's watchdog aborts the ranks that wait for it
+    rank, first = min(exits.items(), key=lambda item: item[1].code == ABORTED)
     same = [other for other, ended in exits.items() if ended.code == first.code]
     kind, ending = "exited", f"with exit code {first.code}"
     if first.code < 0:
         names = {number.value: number.name for number in Signals}
         ending = f"by signal {-first.code} ({names.get(-first.code, 'unknown')})"
         kind = "killed" if -first.code == SIGKILL else "crashed"
-    if SENTENCES["mismatched collectives"].search(_tail(start.logs.get(rank))):
+    # the log may also hold the message of an earlier start
+    is_abort = first.code == ABORTED
+    if is_abort and SENTENCES["mismatched collectives"].search(_tail(start.logs.get(rank))):
         kind = "mismatched collectives"
     cause = {
         "cause": kind,
@@ -438,7 +453,7 @@ def _with_dumps(start: Start, cause: dict[str, Any]) -> dict[str, Any]:
         cause["what"] = "ranks called different collectives"
         if differing:
             cause["likely"] = [f"at fault: {start.describe(differing)}, since the others agree"]
-    elif finding.missing and cause["cause"] != "stalled":
+    elif finding.missing and cause["cause"] in ("hang", "mismatched collectives"):
         cause |= _of_rank(start, finding.missing[0])
     return cause
 
@@ -454,7 +469,7 @@ def _of_rank(start: Start, rank: int | None) -> dict[str, Any]:
 
 def _without_report(start: Start) -> dict[str, Any]:
     """Return the cause if no process reported anything."""
-    status = start.run.status
+    status = Status() if start.is_unopened else start.run.status
     what = status.reason or "no process reported why it ended"
     cause: dict[str, Any] = {"cause": "interrupted", "what": what}
     if shutil.disk_usage(start.run.folder).free < MIN_FREE_BYTES:
@@ -507,9 +522,10 @@ def diagnose(folder: Path, now: float | None = None) -> dict[str, Any]:
     start = newest_start(run, locked)
     outcome = _outcome(start, locked)
     cause = find_cause(start) if outcome in ("failed", "interrupted", "unknown") else {}
-    kind, note = cause.get("cause", ""), run.status.note or ""  # note: if the last save failed
+    kind, note = cause.get("cause", ""), run.status.note or ""  # note: if a save has failed
     values = _values(start, cause)
-    row = CAUSES.get("full disk" if note and not cause else kind, ("", ""))
+    is_disk_full = not cause and bool(SENTENCES["full disk"].search(note))
+    row = CAUSES.get("full disk" if is_disk_full else kind, ("", ""))
     likely, remedy = ([text.format_map(values)] if text else [] for text in row)
     if outcome not in ("finished", "running", "starting"):
         step = newest_checkpoint(folder)

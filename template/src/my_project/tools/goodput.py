@@ -9,7 +9,7 @@ from typing import Any
 from ..run_files import ENDED, Status, each_start, records
 from ..words import format_seconds
 
-GOOD = 0.9  # goodput, the share of the time that trained kept steps, is shown if it is lower
+GOOD = 0.9  # goodput (the share of the time spent on steps that are kept) is shown if it is lower
 START_SECONDS = 60.0  # a run that has kept no step in this time has no goodput to show yet
 PAUSES = {"checkpoint": "saving", "evaluation": "evaluation"}  # by the kind of their records
 PARTS = ("kept", "startup", "lost", "saving", "evaluation", "data", "ending")
@@ -24,19 +24,22 @@ class Span:
     first_step_time: float | None = None
     last: float  # the newest record
     is_lost: bool  # it failed, or later starts did some of its steps again
-    # the last step that is kept: later starts did the next ones again, or, after a failure, would
+    # the last step that is kept: later starts repeated the steps after it, or, after a failure,
+    # would have to
     kept_step: float
     kept_until: float = 0.0
     data_until: float = 0.0
 
 
 def goodput(folder: Path) -> dict[str, Any]:
-    """Return what the time of a run was spent on, as fractions by name; {} without starts.jsonl.
+    """Return what the time of a run was spent on, as fractions by name.
 
     Returns:
         "launcher" (the time in which a launcher ran) and "calendar" (the time since the first
         launcher began): "seconds", and the share of each of PARTS; in "calendar" also "down".
-        "unknown_starts": the number of starts not in starts.jsonl (by accelerate launch, torchrun).
+        "unknown_starts": the number of starts (by accelerate launch, torchrun) in times in which,
+        according to starts.jsonl, no launcher ran. {} if no start is in starts.jsonl, or if times
+        are damaged.
     """
     if not (starts := spans(folder)):
         return {}
@@ -45,7 +48,7 @@ def goodput(folder: Path) -> dict[str, Any]:
     unknown_starts = 0
     for record in records(folder):
         when, kind = record.time, record.kind
-        start = starts[max(0, bisect_right(began, when) - 1)]
+        start = starts[bisect_right(began, when) - 1]
         if not start.began <= when <= (start.ended or math.inf):
             unknown_starts += kind == "start"
             continue

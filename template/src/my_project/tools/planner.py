@@ -38,7 +38,7 @@ def positive(kind: Callable[[str], float]) -> Callable[[str], float]:
 
     def converted(text: str) -> float:
         if not 0 < (number := kind(text)) < math.inf:
-            raise argparse.ArgumentTypeError(f"{text} must be greater than 0")
+            raise argparse.ArgumentTypeError(f"{text} must be a finite number greater than 0")
         return number
 
     converted.__name__ = kind.__name__  # as argparse names it in errors
@@ -49,7 +49,8 @@ def parser() -> argparse.ArgumentParser:
     """Return the parser of the options; unknown options are settings of the run."""
     options = make_parser(__doc__)
     add = options.add_argument
-    add("--config", required=True, help="the config of the run; dotted settings may follow")
+    configs = "a config of the run, as in training; dotted settings may follow"
+    add("--config", required=True, action="append", help=configs)
     count, size = positive(int), positive(float)
     add("--nodes", type=count, default=1)
     add("--gpus-per-node", type=count, default=8)
@@ -111,6 +112,8 @@ def step_seconds(kind: str, step: Simulation, cluster: argparse.Namespace) -> tu
         cluster: the options that describe the cluster.
     """
     flops = cluster.gpu_tflops * 1e12 * cluster.mfu  # per second
+    if not (cluster.samples_per_second or step.flops_per_sample):
+        raise ConfigError("the FLOPs of this model cannot be counted: add --samples-per-second.")
     speed = cluster.samples_per_second or flops / step.flops_per_sample
     micro_batch_seconds = step.micro_batch / speed
     compute = micro_batch_seconds * step.accumulation
@@ -220,7 +223,7 @@ def plan(
 ) -> list[dict[str, Any]]:
     """Predict each kind on 1, 2, 4, ... GPUs of a node, then on 1, 2, 4, ... nodes.
 
-    On only a part of the cluster, kinds after the simplest one that fits are left out.
+    For a part of the cluster, only the kinds up to the simplest that fits are predicted.
     """
     whole = (cluster.nodes, cluster.gpus_per_node)
     sizes = [(1, gpus) for gpus in _doubled(cluster.gpus_per_node)]
@@ -261,14 +264,17 @@ def _doubled(last: int) -> list[int]:
     return [2**k for k in range(last.bit_length()) if 2**k < last] + [last]
 
 
-def advice(rows: list[dict[str, Any]]) -> list[str]:
-    """Return sentences that advise the fewest GPUs, then the simplest kind, with a short step."""
+def choice(rows: list[dict[str, Any]]) -> dict[str, Any] | None:
+    """Return the row with the fewest GPUs, then the simplest kind, that has a short step."""
     fitting = [row for row in rows if row["fits"]]
-    if not fitting:
+    limit = SIMILAR * max([SHORT_STEP_SECONDS, min((row["seconds"] for row in fitting), default=0)])
+    return next((row for row in fitting if row["seconds"] <= limit), None)
+
+
+def advice(rows: list[dict[str, Any]]) -> list[str]:
+    """Return sentences that advise the row of `choice`."""
+    if not (best := choice(rows)):
         return ["None of these fits: use more or larger GPUs, or a smaller model."]
-    shortest = min(row["seconds"] for row in fitting)
-    limit = SIMILAR * max(SHORT_STEP_SECONDS, shortest)
-    best = next(row for row in fitting if row["seconds"] <= limit)
     sentences = [
         f"Choose accelerate_configs/{best['config']}.yaml with --batches.micro_batch_size"
         f" {best['micro_batch']}.",
@@ -278,7 +284,8 @@ def advice(rows: list[dict[str, Any]]) -> list[str]:
     ]
     gpus, max_gpus = (row["nodes"] * row["gpus_per_node"] for row in (best, rows[-1]))
     if gpus < max_gpus:
-        sentences.insert(1, f"More GPUs would not help: {gpus} are about as fast as {max_gpus}.")
+        text = f"More GPUs would not help: {gpus} are about as fast as {max_gpus}, or faster."
+        sentences.insert(1, text)
     return sentences
 
 
@@ -318,7 +325,7 @@ def main(arguments: argparse.Namespace, settings: list[str]) -> None:
     nodes, gpus = arguments.nodes, arguments.gpus_per_node
     if not arguments.simulate:  # a plan chooses the micro-batch
         settings = [*settings, "--batches.micro_batch_size=0"]
-    simulator = Simulator(["--config", arguments.config, *settings])
+    simulator = Simulator([*(f"--config={path}" for path in arguments.config), *settings])
     layout = batch_layout(simulator.config.batches, nodes * gpus)  # refuses too many GPUs
     if arguments.simulate:
         step = simulator.step(arguments.where, nodes, gpus)
@@ -337,14 +344,15 @@ def main(arguments: argparse.Namespace, settings: list[str]) -> None:
     total = layout.global_batch_size
     if not (rows := plan(simulator.step, arguments, total, kinds, simulator.accepts)):
         raise ConfigError(
-            f"batches.global_batch_size {total} cannot be divided as distributed.ddp.static_graph"
-            f" or the stream's lanes require, over {nodes} x {gpus} GPUs or fewer: change it."
+            f"batches.global_batch_size {total} cannot be divided over {nodes} x {gpus} GPUs or"
+            " fewer as distributed.ddp.static_graph or the stream's lanes require: change the"
+            " global batch size."
         )
     sentences = advice(rows)
     if refusal:
         sentences.append(f"FSDP2 and HSDP are not predicted: {refusal}")
-    if arguments.save_seconds:
-        sentences.append(failure_advice(nodes * gpus, arguments))
+    if arguments.save_seconds and (best := choice(rows)):
+        sentences.append(failure_advice(best["nodes"] * best["gpus_per_node"], arguments))
     if arguments.json:
         print(json.dumps({"rows": rows, "advice": sentences}))
     else:

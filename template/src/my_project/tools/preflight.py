@@ -4,11 +4,11 @@
         -m my_project.tools.preflight --config configs/image_classification.yaml
 
 It takes the arguments of training, runs on all processes and needs about a minute. It prints a
-table of the nodes, then the bandwidths measured between them. It exits with 0, with 1 after a
-message and a remedy for each problem that would stop or slow training, or with 2 if a setting is
-wrong or the runs folder cannot be written to. With --preflight, the launchers run it before
-training, after the rendezvous check (nodes.py), which names missing nodes. The measured bandwidths
-are saved for planner.py in <runs_folder>/preflight.json.
+table of the nodes, then the bandwidths measured between them. Exit codes: 0 if all checks pass; 1
+if a problem would stop or slow training (each is printed with a remedy); 2 if a setting is wrong or
+the runs folder cannot be written to. With --preflight, the launchers run it before training, after
+the rendezvous check (nodes.py), which names missing nodes. The measured bandwidths are saved for
+planner.py in <runs_folder>/preflight.json.
 """
 
 from ..config import Config
@@ -82,8 +82,8 @@ def checking(name: str) -> Iterator[None]:
     def give_up() -> None:
         print(
             f"error: the preflight check '{name}' on {process_name()} took longer than"
-            f" {seconds:.0f} s: another rank exited, or the ranks cannot reach each other. Open"
-            " all ports between the nodes, or see launch/network.sh.",
+            f" {seconds:.0f} s: a GPU or the storage hangs, another rank exited, or the ranks"
+            " cannot reach each other. Open all ports between the nodes, or see launch/network.sh.",
             file=sys.stderr,
             flush=True,
         )
@@ -229,7 +229,7 @@ def link_speeds(seconds: list[list[float]], size: int) -> dict[tuple[int, int], 
 
 # ---- the verdict ---------------------------------------------------------------------------------
 def slow(speeds: dict[str, float], fraction: float, unit: str) -> dict[str, str]:
-    """Return names by message, for the speeds below a fraction of the median of at least three."""
+    """Return {message: name} for each speed below a fraction of the median; {} for fewer than 3."""
     median = statistics.median(speeds.values()) if len(speeds) > 2 else 0.0
     return {
         f"{name}: {format_number(speed)}{unit}, but the median is {format_number(median)}{unit}."
@@ -243,7 +243,7 @@ def slow(speeds: dict[str, float], fraction: float, unit: str) -> dict[str, str]
 def differences(by_rank: list[dict[str, Any]]) -> dict[str, set[str]]:
     """Return a message for each property that must be the same on all nodes but is not.
 
-    The value of a message is the set of hosts without the most frequent value.
+    The result maps each message to the hosts whose value is not the most frequent one.
     """
     messages = {}
     for name in dict.fromkeys(name for own in by_rank for name in own["agree"]):
@@ -262,7 +262,7 @@ def differences(by_rank: list[dict[str, Any]]) -> dict[str, set[str]]:
 def judge(by_rank: list[dict[str, Any]]) -> dict[str, set[str]]:
     """Return a message for each problem that would stop or slow training, except slow links.
 
-    The value of a message is the set of hosts that have the problem.
+    The result maps each message to the hosts that have the problem.
     """
     problems = differences(by_rank)
     for rank, own in enumerate(by_rank):
@@ -285,15 +285,19 @@ def judge(by_rank: list[dict[str, Any]]) -> dict[str, set[str]]:
     for own in by_rank:
         if text := own["folder_problem"]:
             problems.setdefault(text, set()).add(own["host"])
-    clocks = {own["clock"]: own["host"] for own in by_rank}
-    skew = max(clocks) - min(clocks)
-    if skew > MAX_CLOCK_SKEW_SECONDS:
-        last = clocks[min(clocks)]
-        text = (
-            f"the clock of {last} is {skew:.1f} s behind; the limit is"
-            f" {MAX_CLOCK_SKEW_SECONDS:g} s. Start a time service (chrony) on every node."
+    clocks = [own["clock"] for own in by_rank]
+    if max(clocks) - min(clocks) > MAX_CLOCK_SKEW_SECONDS:
+        median = statistics.median_high(clocks)
+        skew, host = max(
+            ((own["clock"] - median, own["host"]) for own in by_rank),
+            key=lambda pair: abs(pair[0]),
         )
-        problems[text] = {last}
+        text = (
+            f"the clock of {host} is {abs(skew):.1f} s {'ahead' if skew > 0 else 'behind'}; clocks"
+            f" may differ by {MAX_CLOCK_SKEW_SECONDS:g} s. Start a time service (chrony) on every"
+            " node."
+        )
+        problems[text] = {host}
     for host in [own["host"] for own in by_rank if own.get("pinned_bytes", -1) >= 0]:
         text = f"{host} limits pinned memory, which InfiniBand needs: see ulimit in the Dockerfile."
         problems[text] = {host}

@@ -77,7 +77,7 @@ def code_lines(kept: Kept, path: Path, name: str) -> Iterator[str]:
     else:
         yield line("mkdir", "--", name)
         yield line("cd", "--", name)
-    for folder, commit in kept.submodules.items():  # a nested one after the one that has it
+    for folder, commit in kept.submodules.items():  # an outer one comes first
         outer = [other for other in kept.submodules if folder.startswith(f"{other}/")]
         parent = max(outer, key=len, default=".")
         name = os.path.relpath(folder, parent)
@@ -128,7 +128,9 @@ def train_words(package: str, info: RunInfo, config: str) -> list[str]:
     if train in launcher:  # accelerate launch, or the launcher of the project
         words = launcher[: launcher.index(train) + 1]
         at = words.index("launch") if "launch" in words else 0
-        if at and words[at - 1] != package:  # else it is a command of the project
+        if at and Path(words[at - 1]).name.replace("-", "_") == package:  # or my-project launch
+            words = ["python", "-m", package, *words[at:]]
+        elif at:
             words = ["accelerate", *words[at:]]
         else:
             words = ["python", *words[1:]]

@@ -3,8 +3,8 @@
 The recipe's model takes a step in one process, with fake tensors, which have a shape but no values,
 and torch's fake process group, which communicates with no other process. Depending on the
 accelerate config, the loop's own function shards the model, or the gradients are in buckets as with
-DDP. The memory of each kind, every collective and the FLOPs are counted. There is neither a loss
-nor a time.
+DDP. The memory of each kind, every collective and the FLOPs are counted. The loss has no value, and
+no time is measured.
 
 Not simulated: torch.compile, SyncBatchNorm's collectives, the scaler of fp16, what CUDA and NCCL
 allocate, fragmentation.
@@ -67,8 +67,8 @@ KINDS = {  # the kinds of memory that are printed, and what torch's trackers cal
 }
 # Environment variables that describe this machine, not the node that is simulated.
 OF_THIS_MACHINE = re.compile(r"ACCELERATE_|FSDP_|PARALLELISM_CONFIG_|CUDA_VISIBLE_DEVICES$")
-# To infer the shapes of the optimizer's results, DTensor makes whole tensors. The trackers of older
-# versions of torch count their memory.
+# To infer the shapes of the optimizer's results, DTensor makes whole tensors, and the trackers of
+# older versions of torch count the memory of these.
 SHARDED_SINCE = "2.15"
 OPERATIONS = ("all-gather", "all-reduce", "reduce-scatter")
 READ_SAMPLES = 8  # a larger micro-batch repeats them
@@ -86,7 +86,8 @@ class Collective:
     group_size: int
     group_per_node: int  # ranks of the group on one node
     number: int
-    # sum over the collectives: of the gathered tensors, or of the tensors before the reduction
+    # bytes of the gathered tensors, or of the tensors before the reduction, summed over the
+    # collectives
     size_bytes: int
 
     @property
@@ -209,7 +210,7 @@ class Simulator:
                     " batches.micro_batch_size."
                 )
             micro_batch, accumulation = layout.micro_batch_size, layout.accumulation
-        precision = config.precision or launched.precision
+        precision = launched.precision
         gpus = {"is_available": lambda: launched.gpus > 0, "device_count": lambda: launched.gpus}
         data_info, train_set = self.data
         with _as_rank_0(launched):
@@ -255,7 +256,8 @@ def _as_rank_0(launched: launch.Launch) -> Iterator[None]:
 def _batch(config: Config, train_set: Dataset, micro_batch: int, fake: FakeTensorMode) -> Any:
     """Return a micro-batch of fake tensors: a few samples, repeated.
 
-    The samples are made fake before they are collated, so that no large batch is ever in memory.
+    The samples are made fake before they are collated, so that no large batch is in memory, unless
+    collate reads values.
     """
     with unset_fake_temporarily():
         data, count = train_set, READ_SAMPLES
@@ -329,7 +331,7 @@ class _Step:
         is_outside = accumulation > 1 and may_be_none
         self.are_views = options.gradient_as_bucket_view and not is_outside
         is_bf16 = options.comm_hook.value == "bf16"
-        self.sent_dtype = torch.bfloat16 if is_bf16 else torch.float32
+        self.sent_dtype = torch.bfloat16 if is_bf16 else None  # None: that of the bucket
         self.synced_buffers = [*self.raw_model.buffers()] if options.broadcast_buffers else []
         trained = [p for p in self.raw_model.parameters() if p.requires_grad][::-1]
         limits = [dist._DEFAULT_FIRST_BUCKET_BYTES, options.bucket_cap_mb << 20]  # type: ignore
@@ -343,8 +345,8 @@ class _Step:
     def micro_batch(self, batch: Any, *, is_last: bool) -> None:
         """Run forward and backward on a micro-batch.
 
-        DDP reduces the gradients after the last one, FSDP2 in every backward pass. HSDP adds up
-        those of all nodes in the last one.
+        DDP reduces the gradients after the last one, FSDP2 in every backward pass. HSDP adds up the
+        gradients of all nodes in the last micro-batch.
         """
         is_cast = bool(self.dtype) and not self.is_sharded
         with parallel.gradient_sync(self.model, is_last=is_last):
@@ -358,7 +360,7 @@ class _Step:
                 flat = [b.flatten() for b in self.synced_buffers if b.dtype == dtype]
                 dist.broadcast(torch.cat(flat), 0)
             for bucket in self.buckets:
-                dist.all_reduce(bucket.to(self.sent_dtype))
+                dist.all_reduce(bucket.to(self.sent_dtype or bucket.dtype))
 
     def update(self) -> None:
         """Update the weights as train.py does, without reading the gradient norm."""
@@ -412,17 +414,20 @@ def _count(step: _Step, batch: Any, accumulation: int, gpus_per_node: int) -> di
     micro_batches = min(accumulation, 2)
     gc.collect()
     gc.freeze()  # so that the recorder collects only what is made from here on
-    # the counter decomposes some operations, so it has to see each of them last
-    with no_garbage_collection(), counter, tracker, collectives:
-        if micro_batches == 2:
-            collectives.weight = accumulation - 1
-            step.micro_batch(batch, is_last=False)
-            collectives.weight = 1
+    try:
+        # the counter decomposes some operations, so it has to see each of them last
+        with no_garbage_collection(), counter, tracker, collectives:
+            if micro_batches == 2:
+                collectives.weight = accumulation - 1
+                step.micro_batch(batch, is_last=False)
+                collectives.weight = 1
+                tracker.reset_mod_stats()
+            step.micro_batch(batch, is_last=True)
+            flops = counter.get_total_flops()
             tracker.reset_mod_stats()
-        step.micro_batch(batch, is_last=True)
-        flops = counter.get_total_flops()
-        tracker.reset_mod_stats()
-        step.update()
+            step.update()
+    finally:
+        gc.unfreeze()  # otherwise the models of all steps would stay in memory
     peak = tracker.get_tracker_snapshot("peak")[CPU]
     sizes = {getattr(kind, "value", kind): size for kind, size in peak.items()}
     memory = {kind: sum(sizes.get(name, 0) for name in names) for kind, names in KINDS.items()}
@@ -434,7 +439,7 @@ def _count(step: _Step, batch: Any, accumulation: int, gpus_per_node: int) -> di
 
 
 class _NoPeaks(WeakIdKeyDictionary):
-    """What a tracker keeps for each module, but without peaks: to find them takes most time."""
+    """A tracker's table of modules that hides their peaks: finding these takes most of the time."""
 
     def values(self) -> Any:
         return ()

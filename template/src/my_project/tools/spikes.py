@@ -3,9 +3,9 @@
 A value is marked if it is above the median of the last values by more than DEVIATIONS times their
 standard deviation, which is estimated from the median absolute deviation, and by more than TAILS
 times the distance of their 95th percentile from the median, since small batches have long upper
-tails. So the same rule serves smooth and noisy
-curves. A curve that falls, as at the start, is below its median and is not marked. A curve that
-stays high after a jump is marked once: half a window later, the median is high too.
+tails. So the same rule serves smooth and noisy curves. A curve that falls, as at the start, is
+below its median and is not marked. A curve that stays high after a jump is marked once: half a
+window later, the median is high too.
 """
 
 import math
@@ -22,7 +22,7 @@ TAILS = 3.0
 # The standard deviation is taken as at least this share of the median, since flat curves have noise
 MIN_RELATIVE = 0.02
 MIN_ABSOLUTE = 1e-9  # the same for a median of 0
-PAUSE = WINDOW // 2  # the next value that can be marked comes this many values later
+PAUSE = WINDOW // 2  # the next value that can be marked comes this many values later, finite or not
 
 
 def spikes(values: Iterable[float]) -> Iterator[int]:
