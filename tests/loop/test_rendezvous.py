@@ -356,6 +356,19 @@ def test_a_node_that_leaves_after_its_own_probes_is_left_out():
         assert [future.result() for future in again] == ["host0 host2"] * 2
 
 
+def test_a_newcomer_that_the_members_cannot_reach_is_left_out_and_told(capsys):
+    with started(*map(elastic, range(3))) as (port, everyone, pool):
+        everyone[1].close()
+        new = OtherNodes("127.0.0.1", port)
+        about = elastic(1, launcher="new", host="new", ip="192.0.2.1")
+        said = pool.submit(call, new, about)
+        assert wait_until(lambda: not everyone[0].have_failed and everyone[0].newcomer, 5)
+        same = meet_again(pool, everyone, elastic(0), elastic(2))
+    assert same == ["host0 host2"] * 2
+    assert "cannot reach new" in said.result()
+    assert "the run goes on without new" in capsys.readouterr().out
+
+
 def test_a_node_that_never_comes_is_named_on_every_node():
     said = meet(node(0), node(2), seconds=1)
     assert said[0] == said[1]

@@ -349,7 +349,8 @@ class OtherNodes:
                 or self._missing_problem(chosen, seconds)
                 or self._waiting_problem(chosen, before)
             )
-            # a node that does not answer is left out if enough others have joined
+            # a node that does not answer, or a newcomer that is not reached, is left out if enough
+            # others have joined
             if self._problem or self._probe_all(me, chosen):
                 break
         if self._problem:
@@ -492,23 +493,36 @@ class OtherNodes:
         )
 
     def _probe_all(self, me: Node, chosen: "list[_Connection]") -> bool:
-        """Have all nodes connect to each other; return False to retry without silent nodes."""
+        """Have all nodes connect to each other; return False to retry without some of them."""
         failures, silent = self._probes(chosen)
         if failures and not silent and me.min_nodes:
             # a node may have left after it sent its results; then the second round finds it silent
             failures, silent = self._probes(chosen)
-        if silent and 1 + len(chosen) - len(silent) >= me.required_nodes:
-            for connection in silent:
+        others = f"; and {len(failures) - 4} more" if len(failures) > 4 else ""
+        problem = TransientError(
+            f"{'; '.join(failures[:4])}{others}. Allow connections between the nodes on all ports,"
+            " or set GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME to an interface that allows them"
+            " (launch/network.sh)."
+        )
+        # the members reached each other before, so a newcomer in a failed connection is at fault
+        faulty = [
+            peer
+            for peer in chosen
+            if self.members
+            and not peer.is_member
+            and any(peer.node.host in failure for failure in failures)
+        ]
+        left_out = silent or faulty
+        if left_out and 1 + len(chosen) - len(left_out) >= me.required_nodes:
+            for connection in left_out:
+                if not silent:
+                    say(f"the run goes on without {connection.node.host}: {problem}")
+                    connection.send({"error": str(problem), "is_transient": True})
                 self._connections.remove(connection)
                 connection.socket.close()
             return False
         if failures:
-            others = f"; and {len(failures) - 4} more" if len(failures) > 4 else ""
-            self._problem = TransientError(
-                f"{'; '.join(failures[:4])}{others}. Allow connections between the nodes on all"
-                " ports, or set GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME to an interface that"
-                " allows them (launch/network.sh)."
-            )
+            self._problem = problem
         return True
 
     def _probes(self, chosen: "list[_Connection]") -> "tuple[list[str], list[_Connection]]":
