@@ -369,6 +369,23 @@ def test_a_newcomer_that_the_members_cannot_reach_is_left_out_and_told(capsys):
     assert "the run goes on without new" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("is_untried", [True, False])
+def test_a_newcomer_that_fails_before_its_first_step_leaves_alone(is_untried):
+    with started(*map(elastic, range(3))) as (port, everyone, pool):
+        everyone[1].close()
+        old = [elastic(rank, is_new=False) for rank in (0, 2)]
+        meet_again(pool, everyone, *old)
+        new = everyone[1] = OtherNodes("127.0.0.1", port)
+        taken = pool.submit(call, new, elastic(1, launcher="new", host="new"))
+        assert wait_until(lambda: not everyone[0].have_failed and everyone[0].newcomer, 5)
+        assert meet_again(pool, everyone, *old) == [taken.result()] * 2 == ["host0 new host2"] * 2
+        about = {"is_new": False, "is_untried": is_untried, "refusal": "no GPU"}
+        refused = elastic(1, launcher="new", host="new", **about)
+        *same, said = meet_again(pool, everyone, *old, refused)
+    assert said == "new does not start its processes again: no GPU."
+    assert same == ["host0 host2" if is_untried else said] * 2
+
+
 def test_a_node_that_never_comes_is_named_on_every_node():
     said = meet(node(0), node(2), seconds=1)
     assert said[0] == said[1]

@@ -491,7 +491,7 @@ def meet_other_nodes(
         seconds: how long to wait.
         start: Starts.id of the next start; "" for the first start of a launch.
         has_saved: the run has saved, and goes on only if the set of nodes has changed.
-        about: further fields of this node's nodes.Node: refusal and has_waited.
+        about: further fields of this node's nodes.Node, such as refusal.
 
     Raises:
         ConfigError: this node starts no process; see OtherNodes.meet.
@@ -905,6 +905,7 @@ def starts_again(
         has_saved: the start did not fail: it saved and stopped, and may go on with other nodes.
     """
     others, refusal, has_waited = workers.others, "", False
+    is_untried = not (starts.has_begun and read_status(starts.folder).first_step_time)
     if has_saved:
         starts.count += 1
     else:
@@ -935,6 +936,7 @@ def starts_again(
                         others,
                         seconds,
                         refusal=refusal,
+                        is_untried=is_untried,
                         has_waited=has_waited,
                         start=starts.id,
                         has_saved=has_saved and not workers.makes_room,

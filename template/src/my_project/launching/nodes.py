@@ -58,6 +58,7 @@ class Node:
     ip: str
     port: int = 0  # the other nodes try to connect to it; on node 0, torch's store uses it later
     refusal: str = ""  # why this node will not start its processes again after a failure
+    is_untried: bool = False  # its processes have done no step in the start that has ended
     has_waited: bool = False  # it stalled waiting for other ranks; restarts only if a node left
     start: str = ""  # Starts.id of the next start; all nodes take over that of node 0
     lowered_micro_batch_size: int = 0  # the largest size that may fit in its memory; 0: not known
@@ -313,7 +314,8 @@ class OtherNodes:
                     other.is_closed = True  # the launcher has connected again
             if problem := self._join_problem(connection):
                 connection.is_ready, connection.is_refused = False, True
-                if connection.is_member or not self.members:
+                is_needed = connection.is_member and not self._may_leave(node)
+                if is_needed or not self.members:
                     self._problem = self._problem or problem
                 else:
                     connection.send({"error": str(problem), "is_transient": False})
@@ -323,6 +325,12 @@ class OtherNodes:
             else:
                 left = max(0.0, self._deadline - time.monotonic())
                 connection.send({"stay": left + ANSWER_SECONDS})
+
+    def _may_leave(self, node: Node) -> bool:
+        """Return whether the run can go on without a node that joined it and has done no step."""
+        is_newcomer = any(old.is_new and old.launcher == node.launcher for old in self.members)
+        has_joined = is_newcomer and not all(old.is_new for old in self.members)
+        return node.is_untried and has_joined and len(self.members) > self._me.required_nodes
 
     # ---- node 0 ----------------------------------------------------------------------------------
     def _serve(self, me: Node, seconds: float, has_saved: bool) -> None:
