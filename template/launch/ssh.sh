@@ -75,26 +75,28 @@ for rank in "${!hosts[@]}"; do
         --main_process_port "${PORT:-29500}" ${MIN_MACHINES:+--min_machines "$MIN_MACHINES"} \
         -m my_project.train "$@")"
     (
-        exec {pipe}>&- # otherwise this subshell would keep the pipe open
+        # open the pipe for reading while it has a writer, then close the inherited writer
+        exec {stop}<"$folder/pipe" {pipe}>&-
+        comes_back=""
         while :; do
             code=0
-            "${ssh[@]}" "${hosts[rank]}" "$command" <"$folder/pipe" 2>&1 |
+            "${ssh[@]}" "${hosts[rank]}" "$command" <&"$stop" 2>&1 |
                 sed -u "s|^|${hosts[rank]}: |" || code=$?
             # ssh lost the node, or its launcher was killed or cut off: the node may join again
             [ -n "${MIN_MACHINES:-}" ] && [ "$rank" -gt 0 ] && [[ " 0 2 75 " != *" $code "* ]] || break
             sleep 10
-            if [ -e "$folder/code.0" ]; then # the run has ended without this node
-                code=$(<"$folder/code.0")
-            fi
+            comes_back=1
             [ ! -e "$folder/stop" ] && [ ! -e "$folder/code.0" ] || break
         done
+        # the run does not depend on a node that is started again: node 0 reports how it ended
+        [ -z "$comes_back" ] || code=0
         echo "$code" >"$folder/.code.$rank"
         mv "$folder/.code.$rank" "$folder/code.$rank"
     ) &
 done
 
 # ---- wait for all nodes --------------------------------------------------------------------------
-outcome=0
+outcome=0 wait_code=0
 while :; do
     ended=0
     for file in "$folder"/code.*; do
@@ -107,7 +109,14 @@ while :; do
             close_pipe
         fi
     done
-    [ "$ended" -lt "${#hosts[@]}" ] || break
-    wait -n || true # until a node has ended or a signal arrived
+    [ "$ended" -lt "${#hosts[@]}" ] && [ "$wait_code" -ne 127 ] || break
+    wait_code=0
+    wait -n || wait_code=$? # until a node has ended or a signal arrived; 127: all have ended
 done
+if [ "$ended" -lt "${#hosts[@]}" ] && [ "$outcome" -eq 0 ]; then
+    echo "error: the exit code of a node is not known, since $folder cannot be written" >&2
+    outcome=1
+fi
+# with MIN_MACHINES, a node that was told to stop may have left a run that the others finished
+if [ "$outcome" -eq 75 ]; then outcome=$(<"$folder/code.0"); fi
 exit "$outcome"

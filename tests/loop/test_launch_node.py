@@ -507,6 +507,50 @@ def test_a_host_list_that_cannot_be_used_is_refused(tmp_path, monkeypatch, liste
     assert "write one node per line, such as gpu-a slots=8" in done.stderr
 
 
+# An ssh: node a trains until b has ended, b ends with the codes in the file ends, one each time.
+FAKE_SSH = """
+if [ "$1" = b ]; then
+    read -r code rest <ends
+    echo "$rest" >ends
+    if [ "$code" = full ]; then cd "$TMPDIR"/tmp.* && mkdir .code.1 && cd "$OLDPWD" && code=0; fi
+    [ "$code" = 255 ] || { sleep 1; : >over; } >/dev/null 2>&1 &
+    exit "$code"
+fi
+until [ -e over ]; do
+    code=0
+    read -r -t 0.1 || code=$?
+    [ "$code" -gt 128 ] || exit 75 # end of file
+done
+"""
+
+
+@pytest.mark.skipif(not HAS_LAUNCHERS, reason="the project has no launch/")
+@pytest.mark.parametrize(
+    ("ends", "min_machines", "code"),
+    [("2", "", 2), ("2", "1", 2), ("255 2", "1", 0), ("75", "1", 0), ("full", "", 1)],
+)
+def test_node_0_decides_how_a_run_ends_that_goes_on_without_a_node(
+    tmp_path, monkeypatch, ends, min_machines, code
+):
+    (tmp_path / "launch").symlink_to(PROJECT / "launch")
+    for name, text in {
+        "hosts.txt": "a slots=1\nb slots=1\n",
+        "ssh": FAKE_SSH,
+        "ends": f"{ends}\n",
+    }.items():
+        (tmp_path / name).write_text(text)
+    (tmp_path / "sleep").write_text("#!/bin/sh\nexec /bin/sleep 0.3\n")
+    (tmp_path / "sleep").chmod(0o755)
+    (tmp_path / "tmp").mkdir()
+    monkeypatch.setenv("TMPDIR", str(tmp_path / "tmp"))
+    monkeypatch.setenv("SSH", f"bash {tmp_path / 'ssh'}")
+    monkeypatch.setenv("MIN_MACHINES", min_machines)
+    monkeypatch.setenv("PATH", os.path.dirname(sys.executable), prepend=os.pathsep)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    done = subprocess.run([tmp_path / "launch/ssh.sh", "hosts.txt"], check=False, timeout=60)
+    assert done.returncode == code
+
+
 # ---- restarts in place ---------------------------------------------------------------------------
 KILLED, CRASHED = -signal.SIGKILL, -signal.SIGSEGV
 
