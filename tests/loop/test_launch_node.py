@@ -642,6 +642,13 @@ def test_killed_processes_are_started_again_in_place_and_give_the_same_weights(t
     assert ours == theirs
 
 
+def test_a_stop_signal_while_the_launcher_imports_is_a_preemption(tmp_path):
+    (tmp_path / "slow_import.py").write_text("import os\nos.kill(os.getpid(), 15)\n")
+    code, shown = launched_in_fork(tmp_path, 1, "--recipe", "slow_import.Recipe")
+    assert code == 75, shown
+    assert "SIGTERM: stopped while no process was running" in shown
+
+
 def test_what_a_fork_does_not_survive_is_spawned(monkeypatch):
     monkeypatch.setattr("torch.cuda.is_initialized", lambda: True)
     assert workers.start_method()[0] == "spawn"

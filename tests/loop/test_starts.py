@@ -222,6 +222,7 @@ def test_a_run_is_started_again_only_where_it_can_get_further(
 def test_the_launcher_says_why_a_scheduler_starts_a_run_again(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(launch, "prepare_environment", lambda: None)
+    monkeypatch.setattr(launch, "Workers", object)
     monkeypatch.setattr(launch, "get_ready", lambda _: 75)
     Path("tiny.yaml").write_text(CONFIG)
     Path("cpu.yaml").write_text("distributed_type: 'NO'\nuse_cpu: true\n")
@@ -234,6 +235,7 @@ def test_an_older_run_is_no_reason_to_start_a_launch_again_that_never_began(tmp_
     """With --resume never, the older run would be moved aside."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(launch, "prepare_environment", lambda: None)
+    monkeypatch.setattr(launch, "Workers", object)
     monkeypatch.setattr(launch, "get_ready", lambda _: 1)
     Path("tiny.yaml").write_text(CONFIG)
     Path("cpu.yaml").write_text("distributed_type: 'NO'\nuse_cpu: true\n")

@@ -625,6 +625,7 @@ def run_module(
 
 def main(arguments: list[str]) -> int:
     """Launch this node's part of the run; return the exit code."""
+    Workers()  # its signal handlers: until it has processes, a stop signal ends this one with 75
     prepare_environment()
     say_that_it_imports()
     launch = parse(arguments)
