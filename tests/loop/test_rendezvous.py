@@ -227,6 +227,23 @@ def test_a_new_node_0_goes_on_with_nodes_that_have_waited_for_the_old_one(monkey
         assert [member.rank for member in said.members] == [0, 1]
 
 
+@pytest.mark.parametrize("min_nodes", [0, 3])
+def test_a_new_node_0_waits_as_long_as_at_a_first_start_if_all_nodes_are_needed(
+    min_nodes, monkeypatch
+):
+    monkeypatch.setattr(meeting, "JOIN_SECONDS", 0.5)
+    old = node(1, min_nodes=min_nodes, is_new=False)
+    for said in meet(node(0, min_nodes=min_nodes), old, seconds=2):
+        assert f"within {2 if not min_nodes else 0.5:.0f} s" in said
+
+
+def test_preflight_is_compared_at_the_first_start_only():
+    for said in meet(node(0, 2), node(1, 2, preflight=True), seconds=5):
+        assert "host1 was started with --preflight True, host0 with False: give all nodes" in said
+    for said in meet(node(0, 2), node(1, 2, preflight=True, is_new=False), seconds=5):
+        assert isinstance(said, OtherNodes), said
+
+
 def test_a_node_waits_as_long_as_node_0_does(monkeypatch):
     monkeypatch.setattr(meeting, "ANSWER_SECONDS", 1.0)
     port = free_port()

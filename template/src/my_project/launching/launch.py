@@ -510,6 +510,7 @@ def meet_other_nodes(
         min_nodes=launch.own.min_machines,
         world_size=launch.world_size,
         run=" ".join((launch.module, *mask_command(launch.arguments))),
+        preflight=launch.own.preflight,
         # forked processes run the code that was imported here, even if files were edited since
         code=launch.code if start_method()[0] == "fork" else code_digest(launch.config.recipe),
         host=socket.gethostname(),

@@ -52,6 +52,7 @@ class Node:
     min_nodes: int  # how many nodes are enough to go on when others have left; 0: all are needed
     world_size: int  # the number of processes on `nodes` nodes
     run: str  # the module and its arguments; the same on every node
+    preflight: bool = False  # its first processes check the cluster
     code: str = ""  # hash of the code that its processes run
     host: str
     interface: str
@@ -347,14 +348,14 @@ class OtherNodes:
         self._problem = self._problem or _refusal(me)
         before = {node.launcher for node in self.members}
         while True:
-            self._gather(me, seconds, has_saved)
+            waited_seconds = self._gather(me, seconds, has_saved)
             chosen = self._ready()[: me.nodes - 1]
             launchers = {me.launcher, *(peer.node.launcher for peer in chosen)}
             if has_saved and not self._problem:
                 self._end_if_saved(me, chosen, has_changed=launchers != before)
             self._problem = (
                 self._problem
-                or self._missing_problem(chosen, seconds)
+                or self._missing_problem(chosen, waited_seconds)
                 or self._waiting_problem(chosen, before)
             )
             # a node that does not answer, or a newcomer that is not reached, is left out if enough
@@ -410,14 +411,18 @@ class OtherNodes:
             " left: the error would repeat, so no process is started again."
         )
 
-    def _gather(self, me: Node, seconds: float, has_saved: bool) -> None:
-        """Wait until all expected nodes have joined, for at most `seconds`."""
+    def _gather(self, me: Node, seconds: float, has_saved: bool) -> float:
+        """Wait until all expected nodes have joined; return the time limit that applied.
+
+        The limit is `seconds`, or less if a new node 0 continues a run or no node can start.
+        """
         began = time.monotonic()
         self._deadline, say_at = began + seconds, began + SAY_SECONDS
         while (now := time.monotonic()) < self._deadline:
             # spares do not count at the first start, which waits for the nodes themselves
             joined = [peer for peer in self._ready() if self.members or peer.node.rank < me.nodes]
-            if any(not peer.node.is_new for peer in joined) and not self.members:
+            is_continued = any(not peer.node.is_new for peer in joined) and not self.members
+            if is_continued and me.min_nodes:
                 # this new node 0 continues a run that may go on without some of its nodes
                 self._deadline = min(self._deadline, began + JOIN_SECONDS)
             if self._problem:
@@ -429,11 +434,12 @@ class OtherNodes:
                 for peer in self._connections
             )
             if 1 + len(joined) >= needed and not is_member_missing:
-                return
+                break
             self._read(min(say_at, self._deadline) - now)
             if time.monotonic() > say_at:
                 say_at += SAY_SECONDS
                 print(f"waiting for {self._missing(me)}", flush=True)
+        return self._deadline - began
 
     def _ready(self) -> "list[_Connection]":
         """Return the nodes that wait for the next start, by rank: the oldest node of each rank."""
@@ -473,6 +479,8 @@ class OtherNodes:
         me, node = self._me, connection.node
         options = {"nodes": "--num_machines", "world_size": "--num_processes", "run": "-m"}
         options["min_nodes"] = "--min_machines"
+        if me.is_new and node.is_new and not self.members:
+            options["preflight"] = "--preflight"
         for name, option in options.items():
             own_value, value = getattr(me, name), getattr(node, name)
             if own_value != value:
