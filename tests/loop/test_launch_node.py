@@ -56,7 +56,12 @@ def parsed(where: str, *flags: str) -> launch.Launch:
         ("multi_node", ["--machine_rank", "2"], "--machine_rank is 2, but must be between 0 and 1"),
         ("multi_node", ["--min_machines", "3"], "--min_machines is 3, but must be between 1 and"),
         ("multi_gpu", ["--min_machines", "1"], "(1), which must be at least 2"),
-        ("multi_node", ["--lost_node_seconds", "-1"], "--lost_node_seconds is -1, but must be 5"),
+        (
+            "multi_node",
+            ["--lost_node_seconds", "-1"],
+            "--lost_node_seconds is -1, but must be between",
+        ),
+        ("multi_node", ["--lost_node_seconds", "inf"], "is inf, but must be between 5 and 86400."),
         (
             "multi_node_hsdp",
             ["--min_machines", "1", "--parallelism_config_dp_shard_size", "2"],
@@ -348,8 +353,13 @@ def test_the_summary_names_the_option_with_which_the_same_command_starts_over(
         assert f"then the same command{said} starts again" in capsys.readouterr().err
 
 
-def settled(folder: Path, outcome: str, code: int, *, start: int, stop: str = "") -> str:
-    """Complete the status that start 1 of a launch on two nodes left; return the outcome."""
+def settled(
+    folder: Path, outcome: str, code: int, *, start: int, stop: str = "", following: int = 0
+) -> str:
+    """Complete the status that start 1 of a launch on two nodes left; return the outcome.
+
+    After the start, the nodes met for `following` more starts, none of which began.
+    """
     folder.mkdir(exist_ok=True)
     (folder / "run.json").write_text('{"launch": "a.1"}')
     (folder / "status.json").write_text(json.dumps({"outcome": outcome, "step": 4}))
@@ -358,6 +368,7 @@ def settled(folder: Path, outcome: str, code: int, *, start: int, stop: str = ""
     workers: Any = SimpleNamespace(stop_signal=stop)
     reported = [failures.record(reason="wrong", cause="exception")] * (not stop)
     last = launch.LastStart(id=starts.id, codes={0: code}, failures=reported, lost=None)
+    starts.count += following
     return launch.settle_status(parts, workers, starts, last)[0].outcome
 
 
@@ -368,6 +379,7 @@ def test_nodes_that_are_stopped_before_the_loop_wait_for_no_other_status(tmp_pat
 
 def test_what_an_earlier_start_saved_does_not_hide_the_failure_of_the_last(tmp_path):
     assert settled(tmp_path, "preempted", 1, start=1) == "preempted"
+    assert settled(tmp_path, "preempted", 1, start=1, following=1) == "preempted"
     assert settled(tmp_path, "preempted", 1, start=2) == "failed"
     assert settled(tmp_path, "preempted", 1, start=2, stop="SIGTERM") == "preempted"
     assert settled(tmp_path, "finished", 1, start=2) == "finished"

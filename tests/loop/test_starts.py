@@ -175,6 +175,16 @@ def test_of_attempts_before_the_run_only_a_failed_one_is_in_the_summary(tmp_path
     assert lines(tmp_path)[1].cause == "exception"
 
 
+def test_a_refused_start_leaves_the_lines_that_a_full_disk_has_held_back(tmp_path):
+    starts = Starts(folder=tmp_path, limit=3, about=ABOUT)
+    for code, cause in ((1, "exception"), (2, "setting")):
+        starts.begin()
+        starts.end({0: code}, [failures.record(reason="", cause=cause)], "")
+        starts.count += 1
+    starts.write()
+    assert [line.id for line in lines(tmp_path)] == [f"{starts.launch}.0"] * 2
+
+
 # ---- whether a scheduler starts a run again ------------------------------------------------------
 @pytest.mark.parametrize(
     ("began", "newest", "code", "steps", "wanted"),

@@ -218,7 +218,8 @@ class Starts:
         first = first_failure(failures)
         cause = first.cause if first else ""
         if not has_begun and (cause == "setting" or not any(codes.values())):
-            self._lines = []  # the run was refused, or had finished before
+            # the run was refused, or had finished before
+            self._lines = [line for line in self._lines if line["id"] != self.id]
             return
         status = read_status(self.folder) if has_begun else Status()
         signals = [signal_name(-code) for code in codes.values() if code < 0]

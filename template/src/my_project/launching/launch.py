@@ -110,6 +110,7 @@ RESTART_SECONDS = 60.0  # how long the nodes wait for each other after a failure
 GO_ON_SECONDS = 30.0  # the same if the run can go on without the missing nodes (--min_machines)
 # a file that is deleted when a start ends, so that launcher.json can be written to a full disk
 RESERVE, RESERVE_BYTES = ".reserve", 1 << 16
+MAX_LOST_SECONDS = 86400  # the kernel's limit for TCP keepalive allows twice as much
 STATUS_SECONDS = 60.0  # how long a network file system may take to show a new status.json
 UNSUPPORTED = ("DeepSpeed", "Megatron-LM", "TPU", "FP8", "AWS", "MPI")  # accelerate's flag groups
 DATA_PARALLEL = "this loop trains with DDP or FSDP2, in float32, bf16 or fp16"
@@ -249,9 +250,10 @@ def parse(arguments: list[str]) -> Launch:
             f"--min_machines is {own.min_machines}, but must be between 1 and --num_machines"
             f" ({nodes}), which must be at least 2."
         )
-    if own.lost_node_seconds < 5:
+    if not 5 <= own.lost_node_seconds <= MAX_LOST_SECONDS:
         raise ConfigError(
-            f"--lost_node_seconds is {own.lost_node_seconds:g}, but must be 5 or more."
+            f"--lost_node_seconds is {own.lost_node_seconds:g}, but must be between 5 and"
+            f" {MAX_LOST_SECONDS}."
         )
     if not 0 <= node_rank < nodes and not (own.min_machines and node_rank > 0):
         spare = f"With --min_machines, a spare has rank {nodes} or higher."
@@ -860,8 +862,8 @@ def settle_status(
     if is_new and codes:  # {}: a stop signal came between two starts
         reported += read_errors(folder, read_info(folder).launch)
     if is_new and (launch.node_rank == 0 or (lost and lost.rank == 0 and is_last())):
-        # an earlier start of this launch may have saved, to go on with different nodes
-        has_saved = status.outcome == "preempted" and (starts.has_begun or workers.stop_signal)
+        # "preempted" may be of an earlier start, which saved so that the nodes could change
+        has_saved = status.outcome == "preempted" and (is_last() or workers.stop_signal)
         # a process could not write that it failed if its disk was full or its node was lost
         if reported and status.outcome != "finished" and not has_saved:
             status = as_failed(folder, status, reported)
@@ -884,7 +886,8 @@ def as_failed(folder: Path, status: Status, reported: list[Failure]) -> Status:
     ranks = {failure.rank for failure in reported}
     silent = [f"rank {n} on {host}" for n, host in enumerate(hosts) if n not in ranks]
     reason = failures.reason_in_status(first, silent)
-    return replace(status, outcome="failed", step=first.step or 0, reason=reason, failure=first)
+    step = status.step if first.step is None else first.step  # None: before the loop
+    return replace(status, outcome="failed", step=step, reason=reason, failure=first)
 
 
 def starts_again(
