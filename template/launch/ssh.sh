@@ -9,13 +9,14 @@
 # all nodes: each node has a connection to this script, and saves and exits when the connection ends
 # for any reason.
 # Exit codes: 0 finished; 75 preempted; 2 if a node had an error that a retry would repeat;
-# otherwise the exit code of the first node that failed.
+# otherwise the exit code of the first node that failed. If the run goes on without a node
+# (MIN_MACHINES), the exit code of node 0.
 #
 # Environment variables: WHERE, a name in accelerate_configs/ (default multi_node); PORT of the main
 # node (29500); ADDRESS of the main node, if it is not its name in the list; SSH, the command (ssh).
-# With MIN_MACHINES=3 the run continues while three or more nodes are up. If a node can no longer be
-# reached, or its launcher was killed, this script tries to start it again every 10 s, and the node
-# joins when it is back.
+# With MIN_MACHINES=3 the run continues while three or more nodes are up. If a node other than the
+# first can no longer be reached, or its launcher ends with a code other than 0, 2 and 75, this
+# script tries to start it again every 10 s, and the node joins when it is back.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 if ! python=$(command -v python); then

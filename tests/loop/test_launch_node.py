@@ -68,6 +68,7 @@ def parsed(where: str, *flags: str) -> launch.Launch:
             "leave out the flags --parallelism_config_dp_replicate_size",
         ),
         ("cpu", ["--num_processes", "2"], "--num_processes is 2, but "),
+        ("multi_node", ["--cpu"], "--num_processes is 1 with --cpu, but must be a multiple of"),
         ("cpu", ["-m", "my_project.tools.doctor"], "add -m my_project.train after the options"),
     ],
 )

@@ -218,6 +218,16 @@ def test_processes_that_have_waited_start_again_only_if_a_node_has_left():
         assert meet_again(pool, everyone, *waited) == ["host0 host2"] * 2
 
 
+def test_a_late_member_with_the_rank_of_a_spare_is_named():
+    with started(*map(elastic, range(4))) as (_, everyone, pool):
+        everyone[2].close()
+        assert wait_until(lambda: not everyone[0].have_failed and everyone[0].newcomer, 5)
+        meet_again(pool, everyone, elastic(0), elastic(1))
+        for peer in everyone[0]._connections:
+            peer.is_ready = peer.node.rank == 1
+        assert everyone[0]._missing(elastic(0, nodes=2)) == "node 3 of 2"
+
+
 def test_a_new_node_0_goes_on_with_nodes_that_have_waited_for_the_old_one(monkeypatch):
     """The third node is gone too; the new node 0 waits for it less long than at a first start."""
     monkeypatch.setattr(meeting, "JOIN_SECONDS", 1.0)
@@ -459,6 +469,7 @@ def test_a_launcher_that_has_lost_its_connection_joins_by_another():
         main = pool.submit(join, node(0), port)
         assert wait_until(lambda: lost.connect_ex(("127.0.0.1", port)) == 0, 5)
         lost.sendall(json.dumps({"node": asdict(node(1))}).encode() + b"\n")
+        assert json.loads(lost.recv(1 << 16))["stay"] <= 20, "the node adds ANSWER_SECONDS itself"
         again = pool.submit(join, node(1), port)
         assert wait_until(lambda: lost.recv(1 << 16) == b"", 5), "node 0 closes the old connection"
         join(node(2), port)

@@ -248,7 +248,7 @@ class OtherNodes:
 
     @property
     def change(self) -> str:
-        """Return "node left" or "node came" if a saved run goes on with different nodes, or ""."""
+        """Return why the nodes change after a save: "node left" or "node came"; else ""."""
         return "node left" if self.has_left else self.newcomer and "node came"
 
     def tell_failure(self) -> None:
@@ -325,7 +325,7 @@ class OtherNodes:
                 connection.send({"wait": self._why_wait()})
             else:
                 left = max(0.0, self._deadline - time.monotonic())
-                connection.send({"stay": left + ANSWER_SECONDS})
+                connection.send({"stay": left})
 
     def _may_leave(self, node: Node) -> bool:
         """Return whether the run can go on without a node that joined it and has done no step."""
@@ -459,6 +459,8 @@ class OtherNodes:
         """Return the names of the nodes that have not joined, such as "nodes 1, 5 of 8"."""
         joined = {peer.node.rank for peer in self._ready()}
         ranks = [str(rank) for rank in range(1, me.nodes) if rank not in joined]
+        if not ranks:  # a member with the rank of a spare is late
+            ranks = [str(node.rank) for node in self.members[1:] if node.rank not in joined]
         return f"node{'s' * (len(ranks) > 1)} {', '.join(ranks)} of {me.nodes}"
 
     def _missing_problem(self, chosen: "list[_Connection]", seconds: float) -> ConfigError | None:
