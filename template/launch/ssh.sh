@@ -9,13 +9,14 @@
 # all nodes: each node has a connection to this script, and saves and exits when the connection ends
 # for any reason.
 # Exit codes: 0 finished; 75 preempted; 2 if a node had an error that a retry would repeat;
-# otherwise the exit code of the first node that failed.
+# otherwise the exit code of the first node that failed. If the run goes on without a node
+# (MIN_MACHINES), the exit code of node 0.
 #
 # Environment variables: WHERE, a name in accelerate_configs/ (default multi_node); PORT of the main
 # node (29500); ADDRESS of the main node, if it is not its name in the list; SSH, the command (ssh).
-# With MIN_MACHINES=3 the run continues while three or more nodes are up. If a node can no longer be
-# reached, or its launcher was killed, this script tries to start it again every 10 s, and the node
-# joins when it is back.
+# With MIN_MACHINES=3 the run continues while three or more nodes are up. If a node other than the
+# first can no longer be reached, or its launcher ends with a code other than 0, 2 and 75, this
+# script tries to start it again every 10 s, and the node joins when it is back.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 if ! python=$(command -v python); then
@@ -75,26 +76,28 @@ for rank in "${!hosts[@]}"; do
         --main_process_port "${PORT:-29500}" ${MIN_MACHINES:+--min_machines "$MIN_MACHINES"} \
         -m my_project.train "$@")"
     (
-        exec {pipe}>&- # otherwise this subshell would keep the pipe open
+        # open the pipe for reading while it has a writer, then close the inherited writer
+        exec {stop}<"$folder/pipe" {pipe}>&-
+        comes_back=""
         while :; do
             code=0
-            "${ssh[@]}" "${hosts[rank]}" "$command" <"$folder/pipe" 2>&1 |
+            "${ssh[@]}" "${hosts[rank]}" "$command" <&"$stop" 2>&1 |
                 sed -u "s|^|${hosts[rank]}: |" || code=$?
             # ssh lost the node, or its launcher was killed or cut off: the node may join again
             [ -n "${MIN_MACHINES:-}" ] && [ "$rank" -gt 0 ] && [[ " 0 2 75 " != *" $code "* ]] || break
             sleep 10
-            if [ -e "$folder/code.0" ]; then # the run has ended without this node
-                code=$(<"$folder/code.0")
-            fi
+            comes_back=1
             [ ! -e "$folder/stop" ] && [ ! -e "$folder/code.0" ] || break
         done
+        # the run does not depend on a node that is started again: node 0 reports how it ended
+        [ -z "$comes_back" ] || code=0
         echo "$code" >"$folder/.code.$rank"
         mv "$folder/.code.$rank" "$folder/code.$rank"
     ) &
 done
 
 # ---- wait for all nodes --------------------------------------------------------------------------
-outcome=0
+outcome=0 wait_code=0
 while :; do
     ended=0
     for file in "$folder"/code.*; do
@@ -107,7 +110,14 @@ while :; do
             close_pipe
         fi
     done
-    [ "$ended" -lt "${#hosts[@]}" ] || break
-    wait -n || true # until a node has ended or a signal arrived
+    [ "$ended" -lt "${#hosts[@]}" ] && [ "$wait_code" -ne 127 ] || break
+    wait_code=0
+    wait -n || wait_code=$? # until a node has ended or a signal arrived; 127: all have ended
 done
+if [ "$ended" -lt "${#hosts[@]}" ] && [ "$outcome" -eq 0 ]; then
+    echo "error: the exit code of a node is not known, since $folder cannot be written" >&2
+    outcome=1
+fi
+# with MIN_MACHINES, a node that was told to stop may have left a run that the others finished
+if [ "$outcome" -eq 75 ]; then outcome=$(<"$folder/code.0"); fi
 exit "$outcome"

@@ -229,6 +229,12 @@ def test_the_status_names_the_cause_whichever_rank_reports_first(tmp_path):
             assert as_failed(run.folder, status, [lost, bug, last]).failure is bug
 
 
+def test_a_failure_before_the_loop_leaves_the_step_of_the_status(tmp_path):
+    early = failures.record(reason="no data", cause="exception")
+    assert early.step is None
+    assert as_failed(tmp_path, Status(outcome="running", step=500), [early]).step == 500
+
+
 WAIT_FOR_OTHERS = (
     StepSums.wait,
     read_on_host,

@@ -56,13 +56,19 @@ def parsed(where: str, *flags: str) -> launch.Launch:
         ("multi_node", ["--machine_rank", "2"], "--machine_rank is 2, but must be between 0 and 1"),
         ("multi_node", ["--min_machines", "3"], "--min_machines is 3, but must be between 1 and"),
         ("multi_gpu", ["--min_machines", "1"], "(1), which must be at least 2"),
-        ("multi_node", ["--lost_node_seconds", "-1"], "--lost_node_seconds is -1, but must be 5"),
+        (
+            "multi_node",
+            ["--lost_node_seconds", "-1"],
+            "--lost_node_seconds is -1, but must be between",
+        ),
+        ("multi_node", ["--lost_node_seconds", "inf"], "is inf, but must be between 5 and 86400."),
         (
             "multi_node_hsdp",
             ["--min_machines", "1", "--parallelism_config_dp_shard_size", "2"],
             "leave out the flags --parallelism_config_dp_replicate_size",
         ),
         ("cpu", ["--num_processes", "2"], "--num_processes is 2, but "),
+        ("multi_node", ["--cpu"], "--num_processes is 1 with --cpu, but must be a multiple of"),
         ("cpu", ["-m", "my_project.tools.doctor"], "add -m my_project.train after the options"),
     ],
 )
@@ -348,8 +354,13 @@ def test_the_summary_names_the_option_with_which_the_same_command_starts_over(
         assert f"then the same command{said} starts again" in capsys.readouterr().err
 
 
-def settled(folder: Path, outcome: str, code: int, *, start: int, stop: str = "") -> str:
-    """Complete the status that start 1 of a launch on two nodes left; return the outcome."""
+def settled(
+    folder: Path, outcome: str, code: int, *, start: int, stop: str = "", following: int = 0
+) -> str:
+    """Complete the status that start 1 of a launch on two nodes left; return the outcome.
+
+    After the start, the nodes met for `following` more starts, none of which began.
+    """
     folder.mkdir(exist_ok=True)
     (folder / "run.json").write_text('{"launch": "a.1"}')
     (folder / "status.json").write_text(json.dumps({"outcome": outcome, "step": 4}))
@@ -358,6 +369,7 @@ def settled(folder: Path, outcome: str, code: int, *, start: int, stop: str = ""
     workers: Any = SimpleNamespace(stop_signal=stop)
     reported = [failures.record(reason="wrong", cause="exception")] * (not stop)
     last = launch.LastStart(id=starts.id, codes={0: code}, failures=reported, lost=None)
+    starts.count += following
     return launch.settle_status(parts, workers, starts, last)[0].outcome
 
 
@@ -368,6 +380,7 @@ def test_nodes_that_are_stopped_before_the_loop_wait_for_no_other_status(tmp_pat
 
 def test_what_an_earlier_start_saved_does_not_hide_the_failure_of_the_last(tmp_path):
     assert settled(tmp_path, "preempted", 1, start=1) == "preempted"
+    assert settled(tmp_path, "preempted", 1, start=1, following=1) == "preempted"
     assert settled(tmp_path, "preempted", 1, start=2) == "failed"
     assert settled(tmp_path, "preempted", 1, start=2, stop="SIGTERM") == "preempted"
     assert settled(tmp_path, "finished", 1, start=2) == "finished"
@@ -507,6 +520,50 @@ def test_a_host_list_that_cannot_be_used_is_refused(tmp_path, monkeypatch, liste
     assert "write one node per line, such as gpu-a slots=8" in done.stderr
 
 
+# An ssh: node a trains until b has ended, b ends with the codes in the file ends, one each time.
+FAKE_SSH = """
+if [ "$1" = b ]; then
+    read -r code rest <ends
+    echo "$rest" >ends
+    if [ "$code" = full ]; then cd "$TMPDIR"/tmp.* && mkdir .code.1 && cd "$OLDPWD" && code=0; fi
+    [ "$code" = 255 ] || { sleep 1; : >over; } >/dev/null 2>&1 &
+    exit "$code"
+fi
+until [ -e over ]; do
+    code=0
+    read -r -t 0.1 || code=$?
+    [ "$code" -gt 128 ] || exit 75 # end of file
+done
+"""
+
+
+@pytest.mark.skipif(not HAS_LAUNCHERS, reason="the project has no launch/")
+@pytest.mark.parametrize(
+    ("ends", "min_machines", "code"),
+    [("2", "", 2), ("2", "1", 2), ("255 2", "1", 0), ("75", "1", 0), ("full", "", 1)],
+)
+def test_node_0_decides_how_a_run_ends_that_goes_on_without_a_node(
+    tmp_path, monkeypatch, ends, min_machines, code
+):
+    (tmp_path / "launch").symlink_to(PROJECT / "launch")
+    for name, text in {
+        "hosts.txt": "a slots=1\nb slots=1\n",
+        "ssh": FAKE_SSH,
+        "ends": f"{ends}\n",
+    }.items():
+        (tmp_path / name).write_text(text)
+    (tmp_path / "sleep").write_text("#!/bin/sh\nexec /bin/sleep 0.3\n")
+    (tmp_path / "sleep").chmod(0o755)
+    (tmp_path / "tmp").mkdir()
+    monkeypatch.setenv("TMPDIR", str(tmp_path / "tmp"))
+    monkeypatch.setenv("SSH", f"bash {tmp_path / 'ssh'}")
+    monkeypatch.setenv("MIN_MACHINES", min_machines)
+    monkeypatch.setenv("PATH", os.path.dirname(sys.executable), prepend=os.pathsep)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    done = subprocess.run([tmp_path / "launch/ssh.sh", "hosts.txt"], check=False, timeout=60)
+    assert done.returncode == code
+
+
 # ---- restarts in place ---------------------------------------------------------------------------
 KILLED, CRASHED = -signal.SIGKILL, -signal.SIGSEGV
 
@@ -596,6 +653,13 @@ def test_killed_processes_are_started_again_in_place_and_give_the_same_weights(t
     assert "since the first launch" in shown
     ours, theirs = (p.read_bytes() for p in tmp_path.glob("runs/*/export/model.safetensors"))
     assert ours == theirs
+
+
+def test_a_stop_signal_while_the_launcher_imports_is_a_preemption(tmp_path):
+    (tmp_path / "slow_import.py").write_text("import os\nos.kill(os.getpid(), 15)\n")
+    code, shown = launched_in_fork(tmp_path, 1, "--recipe", "slow_import.Recipe")
+    assert code == 75, shown
+    assert "SIGTERM: stopped while no process was running" in shown
 
 
 def test_what_a_fork_does_not_survive_is_spawned(monkeypatch):

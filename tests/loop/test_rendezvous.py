@@ -218,6 +218,16 @@ def test_processes_that_have_waited_start_again_only_if_a_node_has_left():
         assert meet_again(pool, everyone, *waited) == ["host0 host2"] * 2
 
 
+def test_a_late_member_with_the_rank_of_a_spare_is_named():
+    with started(*map(elastic, range(4))) as (_, everyone, pool):
+        everyone[2].close()
+        assert wait_until(lambda: not everyone[0].have_failed and everyone[0].newcomer, 5)
+        meet_again(pool, everyone, elastic(0), elastic(1))
+        for peer in everyone[0]._connections:
+            peer.is_ready = peer.node.rank == 1
+        assert everyone[0]._missing(elastic(0, nodes=2)) == "node 3 of 2"
+
+
 def test_a_new_node_0_goes_on_with_nodes_that_have_waited_for_the_old_one(monkeypatch):
     """The third node is gone too; the new node 0 waits for it less long than at a first start."""
     monkeypatch.setattr(meeting, "JOIN_SECONDS", 1.0)
@@ -225,6 +235,23 @@ def test_a_new_node_0_goes_on_with_nodes_that_have_waited_for_the_old_one(monkey
     for said in meet(elastic(0), old, seconds=600):
         assert not isinstance(said, str)
         assert [member.rank for member in said.members] == [0, 1]
+
+
+@pytest.mark.parametrize("min_nodes", [0, 3])
+def test_a_new_node_0_waits_as_long_as_at_a_first_start_if_all_nodes_are_needed(
+    min_nodes, monkeypatch
+):
+    monkeypatch.setattr(meeting, "JOIN_SECONDS", 0.5)
+    old = node(1, min_nodes=min_nodes, is_new=False)
+    for said in meet(node(0, min_nodes=min_nodes), old, seconds=2):
+        assert f"within {2 if not min_nodes else 0.5:.0f} s" in said
+
+
+def test_preflight_is_compared_at_the_first_start_only():
+    for said in meet(node(0, 2), node(1, 2, preflight=True), seconds=5):
+        assert "host1 was started with --preflight True, host0 with False: give all nodes" in said
+    for said in meet(node(0, 2), node(1, 2, preflight=True, is_new=False), seconds=5):
+        assert isinstance(said, OtherNodes), said
 
 
 def test_a_node_waits_as_long_as_node_0_does(monkeypatch):
@@ -356,6 +383,36 @@ def test_a_node_that_leaves_after_its_own_probes_is_left_out():
         assert [future.result() for future in again] == ["host0 host2"] * 2
 
 
+def test_a_newcomer_that_the_members_cannot_reach_is_left_out_and_told(capsys):
+    with started(*map(elastic, range(3))) as (port, everyone, pool):
+        everyone[1].close()
+        new = OtherNodes("127.0.0.1", port)
+        about = elastic(1, launcher="new", host="new", ip="192.0.2.1")
+        said = pool.submit(call, new, about)
+        assert wait_until(lambda: not everyone[0].have_failed and everyone[0].newcomer, 5)
+        same = meet_again(pool, everyone, elastic(0), elastic(2))
+    assert same == ["host0 host2"] * 2
+    assert "cannot reach new" in said.result()
+    assert "the run goes on without new" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("is_untried", [True, False])
+def test_a_newcomer_that_fails_before_its_first_step_leaves_alone(is_untried):
+    with started(*map(elastic, range(3))) as (port, everyone, pool):
+        everyone[1].close()
+        old = [elastic(rank, is_new=False) for rank in (0, 2)]
+        meet_again(pool, everyone, *old)
+        new = everyone[1] = OtherNodes("127.0.0.1", port)
+        taken = pool.submit(call, new, elastic(1, launcher="new", host="new"))
+        assert wait_until(lambda: not everyone[0].have_failed and everyone[0].newcomer, 5)
+        assert meet_again(pool, everyone, *old) == [taken.result()] * 2 == ["host0 new host2"] * 2
+        about = {"is_new": False, "is_untried": is_untried, "refusal": "no GPU"}
+        refused = elastic(1, launcher="new", host="new", **about)
+        *same, said = meet_again(pool, everyone, *old, refused)
+    assert said == "new does not start its processes again: no GPU."
+    assert same == ["host0 host2" if is_untried else said] * 2
+
+
 def test_a_node_that_never_comes_is_named_on_every_node():
     said = meet(node(0), node(2), seconds=1)
     assert said[0] == said[1]
@@ -412,6 +469,7 @@ def test_a_launcher_that_has_lost_its_connection_joins_by_another():
         main = pool.submit(join, node(0), port)
         assert wait_until(lambda: lost.connect_ex(("127.0.0.1", port)) == 0, 5)
         lost.sendall(json.dumps({"node": asdict(node(1))}).encode() + b"\n")
+        assert json.loads(lost.recv(1 << 16))["stay"] <= 20, "the node adds ANSWER_SECONDS itself"
         again = pool.submit(join, node(1), port)
         assert wait_until(lambda: lost.recv(1 << 16) == b"", 5), "node 0 closes the old connection"
         join(node(2), port)

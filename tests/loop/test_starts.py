@@ -175,6 +175,16 @@ def test_of_attempts_before_the_run_only_a_failed_one_is_in_the_summary(tmp_path
     assert lines(tmp_path)[1].cause == "exception"
 
 
+def test_a_refused_start_leaves_the_lines_that_a_full_disk_has_held_back(tmp_path):
+    starts = Starts(folder=tmp_path, limit=3, about=ABOUT)
+    for code, cause in ((1, "exception"), (2, "setting")):
+        starts.begin()
+        starts.end({0: code}, [failures.record(reason="", cause=cause)], "")
+        starts.count += 1
+    starts.write()
+    assert [line.id for line in lines(tmp_path)] == [f"{starts.launch}.0"] * 2
+
+
 # ---- whether a scheduler starts a run again ------------------------------------------------------
 @pytest.mark.parametrize(
     ("began", "newest", "code", "steps", "wanted"),
@@ -222,6 +232,7 @@ def test_a_run_is_started_again_only_where_it_can_get_further(
 def test_the_launcher_says_why_a_scheduler_starts_a_run_again(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(launch, "prepare_environment", lambda: None)
+    monkeypatch.setattr(launch, "Workers", object)
     monkeypatch.setattr(launch, "get_ready", lambda _: 75)
     Path("tiny.yaml").write_text(CONFIG)
     Path("cpu.yaml").write_text("distributed_type: 'NO'\nuse_cpu: true\n")
@@ -234,6 +245,7 @@ def test_an_older_run_is_no_reason_to_start_a_launch_again_that_never_began(tmp_
     """With --resume never, the older run would be moved aside."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(launch, "prepare_environment", lambda: None)
+    monkeypatch.setattr(launch, "Workers", object)
     monkeypatch.setattr(launch, "get_ready", lambda _: 1)
     Path("tiny.yaml").write_text(CONFIG)
     Path("cpu.yaml").write_text("distributed_type: 'NO'\nuse_cpu: true\n")

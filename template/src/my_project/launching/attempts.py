@@ -5,8 +5,9 @@ node or a device error, and if a smaller micro-batch may fit in memory; with --m
 after a stall in which they waited for a node that has left. They are not restarted after other
 errors, most of which would repeat, nor after a stop signal. The launcher of node 0 appends a line
 to starts.jsonl once a start has begun (its rank 0 has written run.json), and another when the start
-has ended (docs/run-folder.md); at its own end it also appends the lines of a start that failed
-before it began. This module imports no torch, and the loop does not import it.
+has ended (docs/run-folder.md); at its own end it also appends the lines of a start in which its own
+processes failed before the start began. This module imports no torch, and the loop does not import
+it.
 """
 
 import fcntl
@@ -43,8 +44,8 @@ from ..run_files import (
 CAUSES = ("lost contact", "lost node", "device error")
 HOST_CAUSES = ("lost node", "device error")  # a scheduler avoids these by leaving out the host
 # How long the launcher waits for the other processes after a process has failed.
-REPORT_SECONDS = 5.0  # if a signal ended that process and no restart follows: others may report why
-EXIT_SECONDS = 1.0  # if that process exited by itself: it has already reported why
+REPORT_SECONDS = 5.0  # after a death by signal without a restart: others may report the reason
+EXIT_SECONDS = 1.0  # after an exit: the process has already reported the reason
 SAVE_SECONDS = 10.0  # if rank 0 is on this node and is writing a checkpoint
 STUCK_LAUNCHES = 3  # after this many launches without a newer checkpoint, the scheduler gives up
 
@@ -73,7 +74,7 @@ class Starts:
     folder: Path
     limit: int  # the maximum number of consecutive restarts in place without a new step
     about: dict[str, Any] | None = None  # fields for starts.jsonl; None: another node writes it
-    count: int = 0  # the number of restarts so far
+    count: int = 0  # starts of this launch before the current one, as node 0 counts them
     launch: str = field(default_factory=lambda: uuid.uuid4().hex[:12])
     _began: float = field(
         default_factory=lambda: float(os.environ.get("LAUNCH_TIME") or time.time())
@@ -133,7 +134,7 @@ class Starts:
         return failure
 
     def may_kill(self, codes: dict[int, int | None], seconds: float) -> bool:
-        """Return whether the processes that are still running can be killed.
+        """Return whether the processes that still run can be killed; also write lines that are due.
 
         Args:
             codes: exit codes by rank; None: the process is still running.
@@ -174,8 +175,8 @@ class Starts:
         may_succeed = first.cause in causes if first else others_failed
         if not may_succeed and not any(code < 0 for code in codes.values()):
             return "the error would repeat"
-        # the first report is no sign of progress, even if its step is beyond the saved one: an
-        # earlier start that failed without a report may have come as far
+        # the first reported step is not evidence of progress, even if it is after the checkpoint:
+        # an earlier start may have reached it and failed without a report
         saved_step = newest_checkpoint(self.folder) or 0
         reported_step = max((failure.step or 0 for failure in failures), default=0)
         if saved_step > self._saved_step or 0 < self._reported_step < reported_step:
@@ -218,7 +219,8 @@ class Starts:
         first = first_failure(failures)
         cause = first.cause if first else ""
         if not has_begun and (cause == "setting" or not any(codes.values())):
-            self._lines = []  # the run was refused, or had finished before
+            # the run was refused, or had finished before
+            self._lines = [line for line in self._lines if line["id"] != self.id]
             return
         status = read_status(self.folder) if has_begun else Status()
         signals = [signal_name(-code) for code in codes.values() if code < 0]
@@ -239,7 +241,7 @@ class Starts:
 
 
 def append(folder: Path, lines: list[dict[str, Any]]) -> bool:
-    """Append lines to starts.jsonl; return False on a full disk."""
+    """Append lines to starts.jsonl; return False if that fails, for example on a full disk."""
     if not lines:
         return True
     step = newest_checkpoint(folder)
@@ -297,7 +299,8 @@ def progress(folder: Path, began: float, status: Status, steps: list[int]) -> di
 def missing_end(folder: Path) -> list[dict[str, Any]]:
     """Return a list with an end line for the last start if its launcher was killed; else [].
 
-    The next launcher writes this line before its processes delete records of steps they repeat.
+    The next launcher writes this line first, because its processes delete the records of the steps
+    that they repeat.
     """
     for start in lines(folder)[-1:]:
         if start.event == "start":

@@ -11,7 +11,8 @@ file to environment variables. Several nodes meet at node 0, whose address and p
 --main_process_ip and --main_process_port (or main_process_port in the config file). All nodes of a
 run must be given the same address and port, and different runs must use different ports. A single
 node uses any free port. In this order, the command
-1. prints one line: this node's rank, ranks of its processes, address, precision and run folder;
+1. prints one line: this node's rank, the ranks of its processes, the address of node 0 if there are
+   several nodes, the precision and the run folder;
 2. with several nodes, waits until all have joined and can reach each other (nodes.py);
    with --min_machines, the run goes on without nodes that leave, and takes in nodes that join;
 3. with --preflight, checks the cluster (tools/preflight.py), and exits if a check fails;
@@ -24,8 +25,9 @@ node uses any free port. In this order, the command
    error that another attempt would repeat (a wrong setting, an exception before the first step); 1
    any other error (a node that is late or lost, a later exception). --requeue is for a scheduler
    that restarts a run only after exit code 75. It turns code 1 into 75 if this launch wrote a newer
-   checkpoint, and code 75 into 1 after three launches in a row that began and wrote none. A stop
-   signal that comes before any process is started ends this command itself, and no code is changed.
+   checkpoint. It turns code 75 into 1 if neither this launch nor the last two that began the run
+   wrote a newer checkpoint. A stop signal before the first process starts ends this command
+   immediately; --requeue then changes no exit code.
 """
 
 import argparse
@@ -110,6 +112,7 @@ RESTART_SECONDS = 60.0  # how long the nodes wait for each other after a failure
 GO_ON_SECONDS = 30.0  # the same if the run can go on without the missing nodes (--min_machines)
 # a file that is deleted when a start ends, so that launcher.json can be written to a full disk
 RESERVE, RESERVE_BYTES = ".reserve", 1 << 16
+MAX_LOST_SECONDS = 86400  # the kernel's limit for TCP keepalive allows twice as much
 STATUS_SECONDS = 60.0  # how long a network file system may take to show a new status.json
 UNSUPPORTED = ("DeepSpeed", "Megatron-LM", "TPU", "FP8", "AWS", "MPI")  # accelerate's flag groups
 DATA_PARALLEL = "this loop trains with DDP or FSDP2, in float32, bf16 or fp16"
@@ -241,17 +244,18 @@ def parse(arguments: list[str]) -> Launch:
         world_size = 1
     if nodes < 1 or world_size % nodes or world_size < nodes:
         raise ConfigError(
-            f"--num_processes is {world_size}, but must be a multiple of --num_machines {nodes}: it"
-            " counts the processes of all nodes."
+            f"--num_processes is {world_size}{' with --cpu' if options.cpu else ''}, but must be a"
+            f" multiple of --num_machines {nodes}: it counts the processes of all nodes."
         )
     if own.min_machines and not 1 <= own.min_machines <= nodes != 1:
         raise ConfigError(
             f"--min_machines is {own.min_machines}, but must be between 1 and --num_machines"
             f" ({nodes}), which must be at least 2."
         )
-    if own.lost_node_seconds < 5:
+    if not 5 <= own.lost_node_seconds <= MAX_LOST_SECONDS:
         raise ConfigError(
-            f"--lost_node_seconds is {own.lost_node_seconds:g}, but must be 5 or more."
+            f"--lost_node_seconds is {own.lost_node_seconds:g}, but must be between 5 and"
+            f" {MAX_LOST_SECONDS}."
         )
     if not 0 <= node_rank < nodes and not (own.min_machines and node_rank > 0):
         spare = f"With --min_machines, a spare has rank {nodes} or higher."
@@ -418,7 +422,7 @@ def _parser() -> argparse.ArgumentParser:
     options = {
         "join_timeout_seconds": (600.0, "how long to wait for the other nodes"),
         "min_machines": (0, "fewest nodes with which a run goes on without the others; 0: all"),
-        "wait_for_node_0": (0.0, "seconds to wait for a new node 0 after a loss; 0: end the run"),
+        "wait_for_node_0": (0.0, "seconds to wait for a new node 0 if its host is lost; 0: end"),
         "lost_node_seconds": (30.0, "seconds a host may be silent before its node counts as lost"),
         "max_restarts": (RESTARTS, "limit on consecutive restarts in place without a new step"),
     }
@@ -491,7 +495,7 @@ def meet_other_nodes(
         seconds: how long to wait.
         start: Starts.id of the next start; "" for the first start of a launch.
         has_saved: the run has saved, and goes on only if the set of nodes has changed.
-        about: further fields of this node's nodes.Node: refusal and has_waited.
+        about: further fields of this node's nodes.Node, such as refusal.
 
     Raises:
         ConfigError: this node starts no process; see OtherNodes.meet.
@@ -500,7 +504,7 @@ def meet_other_nodes(
     from . import nodes  # pyright: ignore[reportMissingImports]
 
     interface, ip = nodes.interface_to(launch.address)
-    if interface:  # if it is "", gloo and NCCL choose an interface
+    if interface:  # if it is "", with_own_address may find it later; NCCL chooses its own
         os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
     if not start:
         print(summary(launch, interface), flush=True)
@@ -510,6 +514,7 @@ def meet_other_nodes(
         min_nodes=launch.own.min_machines,
         world_size=launch.world_size,
         run=" ".join((launch.module, *mask_command(launch.arguments))),
+        preflight=launch.own.preflight,
         # forked processes run the code that was imported here, even if files were edited since
         code=launch.code if start_method()[0] == "fork" else code_digest(launch.config.recipe),
         host=socket.gethostname(),
@@ -558,8 +563,9 @@ def call(module: str, settings: Config | tuple[str, ...], *, launcher_pid: int) 
 
     Args:
         module: the name of the module.
-        settings: the config; in a spawned process, the command-line arguments to make it from,
-            since a recipe may open a file, and must open it in the process that reads it.
+        settings: the config, or in a spawned process the command-line arguments from which to
+            build the config: a recipe may open a file, and the process that reads the file must
+            open it.
         launcher_pid: the pid of the launcher.
     """
     gc.freeze()  # a collection would copy the memory pages that are shared with the launcher
@@ -594,7 +600,7 @@ def run_module(
     with opened_files_noted():
         import_all(launch.config)
     if logs:  # made after the imports, which Ctrl-C may interrupt
-        # at a restart, processes can run without the reserve
+        # a restart does not need the reserve file (RESERVE)
         with suppress(OSError) if logs.exists() else writing(launch.config.folder):
             logs.mkdir(parents=True, exist_ok=True)
             with open_own(logs / RESERVE, "wb") as file:
@@ -625,6 +631,7 @@ def run_module(
 
 def main(arguments: list[str]) -> int:
     """Launch this node's part of the run; return the exit code."""
+    Workers()  # its signal handlers: until it has processes, a stop signal ends this one with 75
     prepare_environment()
     say_that_it_imports()
     launch = parse(arguments)
@@ -642,7 +649,7 @@ def main(arguments: list[str]) -> int:
             note_blamed([failure.host])
     if not launch.own.requeue:
         return code
-    # until this launch has begun, the checkpoints are those of a run that would be moved aside
+    # with --resume never, the checkpoints belong to the old run until this launch begins its own
     newest = None if starts_over and not has_begun else newest_checkpoint(folder)
     code, why = attempts.requeue(newest, steps, code)
     if why and not launch.node_rank:
@@ -760,8 +767,8 @@ def run(launch: Launch, workers: Workers, command: str = "") -> Ending:
         memory.report_memory_kill(memory_kills, codes, reported, workers, logs, starts)
         launch = memory.with_next_micro_batch(launch, reported)
         unkilled = {rank: code for rank, code in codes.items() if rank not in workers.killed}
-        # the run may go on if this start stopped to take in a node, or because another node was
-        # told to stop
+        # the run may go on if this start stopped in order to add a node, or because another node
+        # was told to stop
         has_saved = bool(launch.own.min_machines) and {*codes.values()} == {PREEMPTED}
         change = others.change if has_saved and others else ""
         starts.end(unkilled, reported, workers.stop_signal or change)
@@ -858,8 +865,9 @@ def settle_status(
     if is_new and codes:  # {}: a stop signal came between two starts
         reported += read_errors(folder, read_info(folder).launch)
     if is_new and (launch.node_rank == 0 or (lost and lost.rank == 0 and is_last())):
-        # an earlier start of this launch may have saved, to go on with different nodes
-        has_saved = status.outcome == "preempted" and (starts.has_begun or workers.stop_signal)
+        # the status may still say "preempted" from an earlier start, which saved so that the nodes
+        # could change
+        has_saved = status.outcome == "preempted" and (is_last() or workers.stop_signal)
         # a process could not write that it failed if its disk was full or its node was lost
         if reported and status.outcome != "finished" and not has_saved:
             status = as_failed(folder, status, reported)
@@ -882,7 +890,8 @@ def as_failed(folder: Path, status: Status, reported: list[Failure]) -> Status:
     ranks = {failure.rank for failure in reported}
     silent = [f"rank {n} on {host}" for n, host in enumerate(hosts) if n not in ranks]
     reason = failures.reason_in_status(first, silent)
-    return replace(status, outcome="failed", step=first.step or 0, reason=reason, failure=first)
+    step = status.step if first.step is None else first.step  # None: before the loop
+    return replace(status, outcome="failed", step=step, reason=reason, failure=first)
 
 
 def starts_again(
@@ -894,7 +903,7 @@ def starts_again(
     *,
     has_saved: bool,
 ) -> bool:
-    """Meet the other nodes; return whether all nodes start their processes again.
+    """Meet the other nodes; return whether the run goes on; a stop signal may still end it.
 
     Args:
         launch: the settings.
@@ -905,6 +914,7 @@ def starts_again(
         has_saved: the start did not fail: it saved and stopped, and may go on with other nodes.
     """
     others, refusal, has_waited = workers.others, "", False
+    is_untried = not (starts.has_begun and read_status(starts.folder).first_step_time)
     if has_saved:
         starts.count += 1
     else:
@@ -935,6 +945,7 @@ def starts_again(
                         others,
                         seconds,
                         refusal=refusal,
+                        is_untried=is_untried,
                         has_waited=has_waited,
                         start=starts.id,
                         has_saved=has_saved and not workers.makes_room,

@@ -52,12 +52,14 @@ class Node:
     min_nodes: int  # how many nodes are enough to go on when others have left; 0: all are needed
     world_size: int  # the number of processes on `nodes` nodes
     run: str  # the module and its arguments; the same on every node
+    preflight: bool = False  # its first processes check the cluster
     code: str = ""  # hash of the code that its processes run
     host: str
     interface: str
     ip: str
     port: int = 0  # the other nodes try to connect to it; on node 0, torch's store uses it later
     refusal: str = ""  # why this node will not start its processes again after a failure
+    is_untried: bool = False  # its processes have done no step in the start that has ended
     has_waited: bool = False  # it stalled waiting for other ranks; restarts only if a node left
     start: str = ""  # Starts.id of the next start; all nodes take over that of node 0
     lowered_micro_batch_size: int = 0  # the largest size that may fit in its memory; 0: not known
@@ -246,7 +248,7 @@ class OtherNodes:
 
     @property
     def change(self) -> str:
-        """Return "node left" or "node came" if a saved run goes on with different nodes, or ""."""
+        """Return why the nodes change after a save: "node left" or "node came"; else ""."""
         return "node left" if self.has_left else self.newcomer and "node came"
 
     def tell_failure(self) -> None:
@@ -313,7 +315,8 @@ class OtherNodes:
                     other.is_closed = True  # the launcher has connected again
             if problem := self._join_problem(connection):
                 connection.is_ready, connection.is_refused = False, True
-                if connection.is_member or not self.members:
+                is_needed = connection.is_member and not self._may_leave(node)
+                if is_needed or not self.members:
                     self._problem = self._problem or problem
                 else:
                     connection.send({"error": str(problem), "is_transient": False})
@@ -322,7 +325,13 @@ class OtherNodes:
                 connection.send({"wait": self._why_wait()})
             else:
                 left = max(0.0, self._deadline - time.monotonic())
-                connection.send({"stay": left + ANSWER_SECONDS})
+                connection.send({"stay": left})
+
+    def _may_leave(self, node: Node) -> bool:
+        """Return whether the run can go on without a node that joined it and has done no step."""
+        is_newcomer = any(old.is_new and old.launcher == node.launcher for old in self.members)
+        has_joined = is_newcomer and not all(old.is_new for old in self.members)
+        return node.is_untried and has_joined and len(self.members) > self._me.required_nodes
 
     # ---- node 0 ----------------------------------------------------------------------------------
     def _serve(self, me: Node, seconds: float, has_saved: bool) -> None:
@@ -339,17 +348,18 @@ class OtherNodes:
         self._problem = self._problem or _refusal(me)
         before = {node.launcher for node in self.members}
         while True:
-            self._gather(me, seconds, has_saved)
+            waited_seconds = self._gather(me, seconds, has_saved)
             chosen = self._ready()[: me.nodes - 1]
             launchers = {me.launcher, *(peer.node.launcher for peer in chosen)}
             if has_saved and not self._problem:
                 self._end_if_saved(me, chosen, has_changed=launchers != before)
             self._problem = (
                 self._problem
-                or self._missing_problem(chosen, seconds)
+                or self._missing_problem(chosen, waited_seconds)
                 or self._waiting_problem(chosen, before)
             )
-            # a node that does not answer is left out if enough others have joined
+            # a node that does not answer, or a newcomer that is not reached, is left out if enough
+            # others have joined
             if self._problem or self._probe_all(me, chosen):
                 break
         if self._problem:
@@ -401,14 +411,18 @@ class OtherNodes:
             " left: the error would repeat, so no process is started again."
         )
 
-    def _gather(self, me: Node, seconds: float, has_saved: bool) -> None:
-        """Wait until all expected nodes have joined, for at most `seconds`."""
+    def _gather(self, me: Node, seconds: float, has_saved: bool) -> float:
+        """Wait until all expected nodes have joined; return the time limit that applied.
+
+        The limit is `seconds`, or less if a new node 0 continues a run or no node can start.
+        """
         began = time.monotonic()
         self._deadline, say_at = began + seconds, began + SAY_SECONDS
         while (now := time.monotonic()) < self._deadline:
             # spares do not count at the first start, which waits for the nodes themselves
             joined = [peer for peer in self._ready() if self.members or peer.node.rank < me.nodes]
-            if any(not peer.node.is_new for peer in joined) and not self.members:
+            is_continued = any(not peer.node.is_new for peer in joined) and not self.members
+            if is_continued and me.min_nodes:
                 # this new node 0 continues a run that may go on without some of its nodes
                 self._deadline = min(self._deadline, began + JOIN_SECONDS)
             if self._problem:
@@ -420,11 +434,12 @@ class OtherNodes:
                 for peer in self._connections
             )
             if 1 + len(joined) >= needed and not is_member_missing:
-                return
+                break
             self._read(min(say_at, self._deadline) - now)
             if time.monotonic() > say_at:
                 say_at += SAY_SECONDS
                 print(f"waiting for {self._missing(me)}", flush=True)
+        return self._deadline - began
 
     def _ready(self) -> "list[_Connection]":
         """Return the nodes that wait for the next start, by rank: the oldest node of each rank."""
@@ -444,6 +459,8 @@ class OtherNodes:
         """Return the names of the nodes that have not joined, such as "nodes 1, 5 of 8"."""
         joined = {peer.node.rank for peer in self._ready()}
         ranks = [str(rank) for rank in range(1, me.nodes) if rank not in joined]
+        if not ranks:  # a member with the rank of a spare is late
+            ranks = [str(node.rank) for node in self.members[1:] if node.rank not in joined]
         return f"node{'s' * (len(ranks) > 1)} {', '.join(ranks)} of {me.nodes}"
 
     def _missing_problem(self, chosen: "list[_Connection]", seconds: float) -> ConfigError | None:
@@ -464,6 +481,8 @@ class OtherNodes:
         me, node = self._me, connection.node
         options = {"nodes": "--num_machines", "world_size": "--num_processes", "run": "-m"}
         options["min_nodes"] = "--min_machines"
+        if me.is_new and node.is_new and not self.members:
+            options["preflight"] = "--preflight"
         for name, option in options.items():
             own_value, value = getattr(me, name), getattr(node, name)
             if own_value != value:
@@ -492,23 +511,36 @@ class OtherNodes:
         )
 
     def _probe_all(self, me: Node, chosen: "list[_Connection]") -> bool:
-        """Have all nodes connect to each other; return False to retry without silent nodes."""
+        """Have all nodes connect to each other; return False to retry without some of them."""
         failures, silent = self._probes(chosen)
         if failures and not silent and me.min_nodes:
             # a node may have left after it sent its results; then the second round finds it silent
             failures, silent = self._probes(chosen)
-        if silent and 1 + len(chosen) - len(silent) >= me.required_nodes:
-            for connection in silent:
+        others = f"; and {len(failures) - 4} more" if len(failures) > 4 else ""
+        problem = TransientError(
+            f"{'; '.join(failures[:4])}{others}. Allow connections between the nodes on all ports,"
+            " or set GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME to an interface that allows them"
+            " (launch/network.sh)."
+        )
+        # the members reached each other before, so a newcomer in a failed connection is at fault
+        faulty = [
+            peer
+            for peer in chosen
+            if self.members
+            and not peer.is_member
+            and any(peer.node.host in failure for failure in failures)
+        ]
+        left_out = silent or faulty
+        if left_out and 1 + len(chosen) - len(left_out) >= me.required_nodes:
+            for connection in left_out:
+                if not silent:
+                    say(f"the run goes on without {connection.node.host}: {problem}")
+                    connection.send({"error": str(problem), "is_transient": True})
                 self._connections.remove(connection)
                 connection.socket.close()
             return False
         if failures:
-            others = f"; and {len(failures) - 4} more" if len(failures) > 4 else ""
-            self._problem = TransientError(
-                f"{'; '.join(failures[:4])}{others}. Allow connections between the nodes on all"
-                " ports, or set GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME to an interface that"
-                " allows them (launch/network.sh)."
-            )
+            self._problem = problem
         return True
 
     def _probes(self, chosen: "list[_Connection]") -> "tuple[list[str], list[_Connection]]":
