@@ -125,6 +125,17 @@ def test_a_secret_in_a_typed_group_is_refused_before_the_run_has_a_name():
         parse(words)
 
 
+def test_a_typed_number_null_or_switch_is_no_secret_as_in_a_file():
+    words = ["--recipe", "test_redaction.Logged", "--batches.global_batch_size=16", "--steps=2"]
+    typed = ["--recipe.token=128009", "--recipe.hub_token=null", "--recipe.inner.use_password=true"]
+    recipe: Any = parse([*words, *typed]).recipe
+    assert (recipe.token, recipe.hub_token) == (128009, None)
+    assert recipe.inner == {"use_password": True}
+    for text in (SECRET, "12345678"):
+        with pytest.raises(ConfigError, match=r"recipe\.hub_token holds a secret"):
+            parse([*words, f"--recipe.hub_token={text}"])
+
+
 def test_a_private_key_is_masked_on_all_of_its_lines():
     text = "key: |\n{0}  -----BEGIN RSA PRIVATE KEY-----\n{0}  {1}\n{0}  {1}\n{0}  -----END R"
     for sign in ("", "+"):
