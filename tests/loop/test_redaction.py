@@ -65,6 +65,19 @@ def test_texts_are_masked(text):
     assert mask(text % "s3cr:t") == text % "***"
 
 
+@pytest.mark.parametrize(
+    ("text", "masked"),
+    [
+        ("failed: user=me password=x9&Kd,22 again", "failed: user=me password=*** again"),
+        (r'{"password": "ab\"cdef", "a": 1}', '{"password": "***", "a": 1}'),
+        ("{a: {password: x9)K},b: 1}", "{a: {password: ***},b: 1}"),
+        ("f(password=x9,count=3)", "f(password=***,count=3)"),
+    ],
+)
+def test_a_value_is_masked_to_its_end(text, masked):
+    assert mask(text) == masked
+
+
 def test_other_texts_stay_as_they_are():
     for text in ("step 3: 20 tokens: 7", "max_tokens=512", "eos_token: </s>", "a token is missing",
                  "mailto me@host", "https://host/a?b=c", "sort_key=name",

@@ -59,7 +59,7 @@ RECORDED_VARIABLES = re.compile(
     r"|SLURM_(JOB_ID|JOB_NUM_NODES|RESTART_COUNT)|(LOCAL_)?WORLD_SIZE|MASTER_(ADDR|PORT)|FI_EFA_\w+"
 )
 LITERAL = re.compile(  # in Python: name = "value", name: str = "value", "name": "value"
-    r"""(?P<name>[\w.-]+)
+    r"""(?P<name>(?<![\w.-])[\w.-]+)
     (?P<sign>["']?\]?\s*(?::[\w\s.|\[\]]+)?[=:]=?\s*[rbfu]{0,2}(?P<quote>["']))
     (?P<value>(?:(?!(?P=quote)).){6,}(?=(?P=quote)))""",
     re.IGNORECASE | re.VERBOSE,
