@@ -159,6 +159,8 @@ def test_typed_steps_replace_the_epochs_of_the_file(typed, steps, epochs):
         ("--epochs 0", "epochs is 0.0, but must be more than 0"),
         ("--epochs .inf", "epochs is Infinity, but must be a finite number"),
         ("--optim.lr .inf", "optim.lr is Infinity, but must be a finite number"),
+        ("--optim.lr .nan", "optim.lr is NaN, but must be a finite number"),
+        (f"--seed {2**64}", f"seed is {2**64}, but must be between 0 and {2**64 - 1}"),
         ("--epochs 3 --steps 5", "steps is 5 and epochs is 3.0"),
         ("--evaluation.patience 2", "evaluation.best_metric"),
         ("--run_name a/b", "run_name 'a/b'"),
