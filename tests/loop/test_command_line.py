@@ -32,6 +32,7 @@ class Sweep:
     sizes: list[int] = field(default_factory=list)
     data_path: str = field(default="data", metadata=QUIET)
     label: str = "a"
+    mix: dict[str, float] = field(default_factory=dict)
 
     def prepare_data(self): ...
     def build_datasets(self, data_info): ...
@@ -109,7 +110,13 @@ def test_config_yaml_keeps_the_name():
 # ---- what is typed -------------------------------------------------------------------------------
 @pytest.mark.parametrize(
     ("typed", "steps", "epochs"),
-    [("", None, 2), ("--steps 4", 4, None), ("--config steps.yaml --epochs 3", None, 3)],
+    [
+        ("", None, 2),
+        ("--steps 4", 4, None),
+        ("--config steps.yaml --epochs 3", None, 3),
+        ("--steps ~", None, 2),
+        ("--steps Null", None, 2),
+    ],
 )
 def test_typed_steps_replace_the_epochs_of_the_file(typed, steps, epochs):
     Path("steps.yaml").write_text("steps: 7\n")
@@ -128,6 +135,7 @@ def test_typed_steps_replace_the_epochs_of_the_file(typed, steps, epochs):
         ("--config broken_link.yaml", "no config file broken_link.yaml; look in ./."),
         ("--recipe.class_path swep.Sweep", "No module named 'swep'"),
         ("--recipe.class_path sweep.Swep", "has no attribute 'Swep'; did you mean Sweep?"),
+        ("--recipe.class_path time.Sweep", "module 'time' has no attribute 'Sweep'"),
         ("--recipe.class_path xml.dum.X", "has no attribute 'dum'; did you mean dom?"),
         ("--recipe.widht 3", "there is no setting recipe.widht; did you mean recipe.width?"),
         ("--config typo.yaml", "there is no setting optim.lrr; did you mean optim.lr?"),
@@ -151,6 +159,8 @@ def test_typed_steps_replace_the_epochs_of_the_file(typed, steps, epochs):
         ("--epochs 0", "epochs is 0.0, but must be more than 0"),
         ("--epochs .inf", "epochs is Infinity, but must be a finite number"),
         ("--optim.lr .inf", "optim.lr is Infinity, but must be a finite number"),
+        ("--optim.lr .nan", "optim.lr is NaN, but must be a finite number"),
+        (f"--seed {2**64}", f"seed is {2**64}, but must be between 0 and {2**64 - 1}"),
         ("--epochs 3 --steps 5", "steps is 5 and epochs is 3.0"),
         ("--evaluation.patience 2", "evaluation.best_metric"),
         ("--run_name a/b", "run_name 'a/b'"),
@@ -227,6 +237,9 @@ def test_of_a_wrong_value_the_setting_is_named_and_what_it_takes(name):
         ("seed: null", "seed is null, but must be a whole number"),
         ("recipe: 3", "recipe is 3, but must be text in quotes such as package.module.Class"),
         ("recipe: {init_args: {width: wide}}", "recipe.width is wide, but must be a whole number"),
+        # jsonargparse reads the date as text
+        ("run_name: 2026-05-13\noptim: {lrr: 1}", "there is no setting optim.lrr; did you mean"),
+        ("seed: 2026-05-13", 'seed is "2026-05-13", but must be a whole number'),
         ("recipe: {init_args: [8]}", "recipe.init_args is [8], but must be named settings"),
     ],
 )
@@ -246,3 +259,11 @@ def test_none_is_null():
 
 def test_hyphens_in_the_names_of_options_are_underscores():
     assert parse(["--config", "first.yaml", "--run-name", "a-b", "--tf32=false"]).run_name == "a-b"
+    assert parse(["--config", "first.yaml", "--recipe.data-path", "b-c"]).recipe.data_path == "b-c"
+
+
+@pytest.mark.parametrize("group", ["recipe", "recipe.init-args"])
+def test_hyphens_in_the_keys_of_a_dict_stay(group):
+    Path("mix.yaml").write_text("recipe: {init_args: {mix: {web-edu: 0.3}}}\n")
+    typed = ["--config", "first.yaml", "--config", "mix.yaml", f"--{group}.mix.web-edu", "0.5"]
+    assert parse(typed).recipe.mix == {"web-edu": 0.5}

@@ -409,6 +409,24 @@ def test_hosts_with_other_versions_lengths_or_settings_are_named(tmp_path, what,
         run_world(2, train_with_own, make_config(tmp_path), what)
 
 
+@Recipe
+class WithSet(Ragged):
+    numbers: frozenset[int] = frozenset([0, 8])
+    derived: object = dataclasses.field(init=False, default_factory=object)
+
+
+def train_with_same_set(config: Config) -> int:
+    """Train; the ranks hold equal sets in different orders, as spawned processes hold texts."""
+    numbers = [0, 8] if os.environ["RANK"] == "0" else [8, 0]
+    return train(change(config, recipe__numbers=frozenset(numbers)))
+
+
+def test_an_equal_set_and_a_derived_object_do_not_differ_between_ranks(tmp_path):
+    assert repr(frozenset([0, 8])) != repr(frozenset([8, 0]))
+    config = make_config(tmp_path, WithSet(), steps=1)
+    assert run_world(2, train_with_same_set, config) == [0, 0]
+
+
 class Unsendable:
     def __reduce__(self) -> Any:
         raise pickle.PicklingError("it holds a connection")

@@ -20,6 +20,7 @@ from my_project.run_folder import Run, failures_recorded
 from my_project.state import NotFiniteError
 from my_project.step_sums import StepSums, read_on_host
 from runs import make_config
+from torch._utils import ExceptionWrapper
 from torch.autograd import graph
 from torch.cuda import streams
 from torch.nn.parallel import DistributedDataParallel
@@ -58,11 +59,43 @@ def test_a_note_is_a_sentence_of_its_own(message):
     assert failures.exception_reason(error) == wanted
 
 
+@pytest.mark.parametrize(
+    ("error", "wanted"),
+    [
+        (KeyError("no such shard"), "KeyError: 'no such shard' This was lane 0."),
+        (
+            RuntimeError("CUDA error:\n  no kernel\n"),
+            "RuntimeError: CUDA error: no kernel This was",
+        ),
+        (DistStoreError("gone"), "DistStoreError: gone This was lane 0."),
+        (
+            UnicodeDecodeError("ascii", b"a", 0, 1, "no"),
+            "RuntimeError: UnicodeDecodeError: 'ascii'",
+        ),
+    ],
+    ids=repr,
+)
+def test_the_message_and_the_notes_of_a_loader_worker_are_one_line(error, wanted):
+    error.add_note("This was lane 0.")
+    try:
+        raise_(error)
+    except Exception:
+        wrapper = ExceptionWrapper(where="in DataLoader worker process 0")
+    with pytest.raises(Exception, match="Original Traceback") as told:
+        wrapper.reraise()
+    reason = failures.exception_reason(told.value)
+    assert reason.startswith(wanted)
+    assert reason.endswith("lane 0. (in a loader worker)")
+
+
 KINDS = {
     "setting": lambda: raise_(ConfigError("lr is -1.")),
     "exception": lambda: raise_(KeyError("labels")),
     "stopped": lambda: raise_(KeyboardInterrupt("by a second signal, SIGTERM")),
     "out of memory": lambda: raise_(RuntimeError("CUDA error: out of memory")),
+    "out of memory, of cuDNN": lambda: raise_(
+        RuntimeError("cuDNN error: CUDNN_STATUS_INTERNAL_ERROR_DEVICE_ALLOCATION_FAILED")
+    ),
     "device error": lambda: raise_(RuntimeError("CUDA error: device-side assert triggered")),
     "out of host memory": lambda: bytearray(1 << 60),
     "full disk": lambda: raise_(OSError(errno.ENOSPC, "No space left on device")),

@@ -26,7 +26,7 @@ from my_project.files import TransientError, read_json, wait_until
 from my_project.launching import launch, nodes, workers
 from my_project.launching.attempts import Starts
 from my_project.launching.summary import how_it_ended
-from my_project.process import Launcher
+from my_project.process import CODE, Launcher
 from runs import quick
 from test_accelerate_configs import CONFIGS
 from test_launch import CONFIG, steps_done, wait_for_steps
@@ -188,6 +188,22 @@ def test_what_the_shell_exports_of_accelerate_does_not_reach_a_process(tiny, mon
     assert {"ACCELERATE_USE_CPU", "ACCELERATE_LOG_LEVEL"} <= environment.keys()
     (line,) = capsys.readouterr().out.splitlines()
     assert all(name in line for name in names)
+
+
+def test_the_first_processes_of_a_launch_get_the_hash_of_the_imported_code(tiny, monkeypatch):
+    monkeypatch.delenv(CODE, raising=False)
+    monkeypatch.setattr(launch, "start_method", lambda: ("fork", ""))
+    ours, given = written(ONE), []
+
+    class Noted:
+        """Notes the environments instead of starting processes."""
+
+        def run(self, _: Any, environments: list[dict[str, str]], *__: Any) -> dict[int, int]:
+            given.extend(environments)
+            return {0: 0}
+
+    launch.run_module(ours, Noted(), launch.TRAIN)  # type: ignore[arg-type]
+    assert [environment[CODE] for environment in given] == [ours.code]
 
 
 def test_what_a_scheduler_set_does_not_reach_torch(tiny, monkeypatch):

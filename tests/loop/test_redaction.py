@@ -65,6 +65,19 @@ def test_texts_are_masked(text):
     assert mask(text % "s3cr:t") == text % "***"
 
 
+@pytest.mark.parametrize(
+    ("text", "masked"),
+    [
+        ("failed: user=me password=x9&Kd,22 again", "failed: user=me password=*** again"),
+        (r'{"password": "ab\"cdef", "a": 1}', '{"password": "***", "a": 1}'),
+        ("{a: {password: x9)K},b: 1}", "{a: {password: ***},b: 1}"),
+        ("f(password=x9,count=3)", "f(password=***,count=3)"),
+    ],
+)
+def test_a_value_is_masked_to_its_end(text, masked):
+    assert mask(text) == masked
+
+
 def test_other_texts_stay_as_they_are():
     for text in ("step 3: 20 tokens: 7", "max_tokens=512", "eos_token: </s>", "a token is missing",
                  "mailto me@host", "https://host/a?b=c", "sort_key=name",
@@ -123,6 +136,17 @@ def test_a_secret_in_a_typed_group_is_refused_before_the_run_has_a_name():
     words = ["--recipe", json.dumps(recipe), "--batches.global_batch_size", "16", "--steps", "2"]
     with pytest.raises(ConfigError, match=r"recipe\.hub_token holds a secret"):
         parse(words)
+
+
+def test_a_typed_number_null_or_switch_is_no_secret_as_in_a_file():
+    words = ["--recipe", "test_redaction.Logged", "--batches.global_batch_size=16", "--steps=2"]
+    typed = ["--recipe.token=128009", "--recipe.hub_token=null", "--recipe.inner.use_password=true"]
+    recipe: Any = parse([*words, *typed]).recipe
+    assert (recipe.token, recipe.hub_token) == (128009, None)
+    assert recipe.inner == {"use_password": True}
+    for text in (SECRET, "12345678"):
+        with pytest.raises(ConfigError, match=r"recipe\.hub_token holds a secret"):
+            parse([*words, f"--recipe.hub_token={text}"])
 
 
 def test_a_private_key_is_masked_on_all_of_its_lines():

@@ -95,6 +95,8 @@ DECOYS = {f"k{i}": "{b: {c: d, e: f}, g: h}" for i in range(30)}
         settings_of(function="my_project.run_folder.subprocess.run"),
         settings_of(anything=WRITE),
         settings_of(anything={"class_path": "my_project.process.CopiedStream"}),
+        # a dataclass of another package, which a module of this package imports
+        settings_of(anything={"class_path": "my_project.accelerator.InitProcessGroupKwargs"}),
         settings_of(group={"anything": WRITE}),
         settings_of(groups=[{"anything": EVIL}]),
         settings_of(named={"x": {"anything": EVIL}}),

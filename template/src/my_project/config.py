@@ -291,7 +291,7 @@ class Config:
     stop_after: str | None = may_change(None, such_as="3h55m")
     """Save and exit after this time, such as 3h55m, counted from the start of the launcher
     (without one, of the process); the same command continues the run."""
-    seed: int = limited(0, least=0)
+    seed: int = limited(0, least=0, most=2**64 - 1)
     """Seed of initial weights, data order, augmentation and dropout."""
     precision: Literal["no", "bf16", "fp16"] | None = may_change(None)
     """Mixed precision; null: use the setting of the accelerate config."""
@@ -354,7 +354,7 @@ def check_limits(config: Config) -> None:
         value = attrgetter(name)(config)
         least, most = limits.get("least", -math.inf), limits.get("most", math.inf)
         is_number = isinstance(value, (int, float))
-        is_within = not is_number or (least <= value <= most and math.isfinite(value))
+        is_within = not is_number or (least <= value <= most and abs(value) != math.inf)
         if not dataclasses.is_dataclass(value) and not (is_within and fits(value, kind)):
             raise wrong_value(name, value, kind, limits)
 
@@ -424,7 +424,8 @@ def wrong_value(name: str, value: Any, kind: Any, metadata: Limits | None = None
     limits = metadata or {}
     least, most = limits.get("least"), limits.get("most")
     floor = "more than 0" if least and least < 1e-6 else f"at least {least}"
-    floor = "a finite number" if value in (math.inf, -math.inf) else floor
+    is_infinite = isinstance(value, float) and not math.isfinite(value)
+    floor = "a finite number" if is_infinite else floor
     wanted = f"between {least} and {most}" if most is not None else floor
     if not fits(value, kind):
         *words, last = takes(kind, limits.get("such_as", ""))

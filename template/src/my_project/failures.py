@@ -46,8 +46,11 @@ SENTENCES = {
     "full disk": re.compile(r"No space left on device|Disk quota exceeded|os error (28|122)\b"),
     # the second message is torch's, when a loader worker passes on a tensor
     "too many open files": re.compile("Too many open files|received 0 items of ancdata"),
-    # CUDA and cuBLAS; torch's allocator raises OutOfMemoryError
-    "out of memory": re.compile(r"(CUDA|HIP) (error: )?out of memory|CUBLAS_STATUS_ALLOC_FAILED"),
+    # CUDA and its libraries; torch's allocator raises OutOfMemoryError
+    "out of memory": re.compile(
+        r"(CUDA|HIP) (error: )?out of memory"
+        r"|CU(BLAS|DNN|SOLVER|SPARSE)_STATUS_(\w+_DEVICE_)?ALLOC(ATION)?_FAILED"
+    ),
     "device error": re.compile("device-side assert|illegal memory access|CUDA error"),
     # torch's allocator for the CPU, fork, and C++
     "out of host memory": re.compile("[Cc]an(no|')t allocate memory|std::bad_alloc"),
@@ -190,12 +193,14 @@ def exception_reason(error: BaseException) -> str:
     """Return an exception and its notes in one line; if a loader worker failed, its exception."""
     message = str(error)
     if WORKER_TRACEBACK in message:
-        message = message.strip().splitlines()[-1].removeprefix(f"{type(error).__name__}: ")
-        message += " (in a loader worker)"
+        # several lines may follow the last one that begins with the type
+        raised = re.search(r"(?s)Caught (\w+) .*\n(?:[\w.]+\.)?(\1\b.*)", message)
+        message = raised[2] if raised else message.strip().splitlines()[-1]
+        message = message.removeprefix(f"{type(error).__name__}: ") + " (in a loader worker)"
     text = f"{type(error).__name__}: {message}" if message else type(error).__name__
     for note in getattr(error, "__notes__", []):
         text = f"{text.removesuffix('.')}. {note}"
-    return text
+    return " ".join(text.split())
 
 
 def exception_cause(error: BaseException) -> str:

@@ -59,7 +59,7 @@ RECORDED_VARIABLES = re.compile(
     r"|SLURM_(JOB_ID|JOB_NUM_NODES|RESTART_COUNT)|(LOCAL_)?WORLD_SIZE|MASTER_(ADDR|PORT)|FI_EFA_\w+"
 )
 LITERAL = re.compile(  # in Python: name = "value", name: str = "value", "name": "value"
-    r"""(?P<name>[\w.-]+)
+    r"""(?P<name>(?<![\w.-])[\w.-]+)
     (?P<sign>["']?\]?\s*(?::[\w\s.|\[\]]+)?[=:]=?\s*[rbfu]{0,2}(?P<quote>["']))
     (?P<value>(?:(?!(?P=quote)).){6,}(?=(?P=quote)))""",
     re.IGNORECASE | re.VERBOSE,
@@ -119,7 +119,8 @@ def code_digest(recipe: object) -> str:
     """Return a hash of the source files of the loop, the recipe, and its base classes in here.
 
     Tools and other recipes are left out, since they may be edited while a run is under way. So are
-    base classes of other packages.
+    base classes of other packages, and other modules that the recipe imports: if one is edited
+    during a launch, a restart in place keeps the edited file, but runs the imported one.
     """
     package, kinds = Path(__file__).parent, type(recipe).__mro__
     names = [kind.__module__ for kind in kinds if kind.__module__.startswith(f"{__package__}.")]

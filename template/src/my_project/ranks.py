@@ -2,6 +2,7 @@
 
 import socket
 from collections.abc import Callable, Hashable, Mapping
+from dataclasses import is_dataclass
 from typing import Any, TypeVar
 
 import accelerate
@@ -9,7 +10,7 @@ import torch.distributed
 from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list
 
-from .config import ConfigError
+from .config import ConfigError, to_dict
 from .loading.seeding import derive_seed
 from .run_folder import Run, not_shared
 
@@ -85,7 +86,9 @@ def open_run(
         ConfigError: settings, versions or the lengths of datasets differ between ranks, or a node
             does not see the run folder that rank 0 wrote to; or as Run.begin.
     """
-    facts: dict[str, Hashable] = {name: derive_seed(value) for name, value in must_agree.items()}
+    # the text of a dataclass has the order of a set, or an address, which differ between processes
+    plain = {n: to_dict(value) if is_dataclass(value) else value for n, value in must_agree.items()}
+    facts: dict[str, Hashable] = {name: derive_seed(value) for name, value in plain.items()}
     facts |= {f"the length of {name}": length for name, length in lengths.items()}
     facts["the version of torch or accelerate"] = str(torch.__version__), accelerate.__version__
     run.hosts = agree(accelerator, facts | run.numerics)

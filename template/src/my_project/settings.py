@@ -17,6 +17,7 @@ import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
+from datetime import date
 from difflib import get_close_matches
 from itertools import chain
 from pathlib import Path
@@ -50,7 +51,7 @@ def did_you_mean(given: str, known: Iterable[str]) -> str:
 def split(arguments: Iterable[str]) -> tuple[list[Path], list[tuple[str, str | None]]]:
     """Return the config files, and the options as (name, text); a name may occur several times.
 
-    Names may have - instead of _, as in --overfit-batches. Other words are config files.
+    Names of fields may have - instead of _, as in --overfit-batches. Other words are config files.
     """
     files: list[Path] = []
     options: list[tuple[str, str | None]] = []
@@ -63,7 +64,7 @@ def split(arguments: Iterable[str]) -> tuple[list[Path], list[tuple[str, str | N
                 raise ConfigError(f"{name} is a setting: type it as --{name}.")
             files.append(Path(word))
             continue
-        name = name.removeprefix("--").replace("-", "_")
+        name = field_name(name.removeprefix("--"))
         has_value = bool(equals) or (bool(words) and not words[0].startswith("--"))
         value = (text if equals else words.pop(0)) if has_value else None
         if name == "config" and value:
@@ -71,6 +72,13 @@ def split(arguments: Iterable[str]) -> tuple[list[Path], list[tuple[str, str | N
         else:
             options.append((name, value))
     return files, options
+
+
+def field_name(name: str) -> str:
+    """Replace - with _ in an option's name, except in what may be the key of a recipe's dict."""
+    field = re.match(r"recipe\.(?:init[-_]args\.)?[^.]*", name)
+    end = field.end() if field else len(name)
+    return name[:end].replace("-", "_") + name[end:]
 
 
 def read_config(file: Path) -> dict[str, Json]:
@@ -240,12 +248,12 @@ def read_value(text: str) -> Json:
 
 
 def is_null(value: Json, name: str) -> bool:
-    """Return whether a setting that may be null has the value None, Python's word for null."""
-    return value == "None" and name in NULLABLE
+    """Return whether a setting that may be null has a word for null: Python's, or one of YAML's."""
+    return value in ("None", "null", "Null", "NULL", "~") and name in NULLABLE
 
 
 def with_null(settings: Source, prefix: str = "") -> dict[str, Json]:
-    """Replace the word None with null in the settings of a file, where null is allowed."""
+    """Replace words such as None with null in the settings of a file, where null is allowed."""
     replaced: dict[str, Json] = {}
     for key, value in settings.items():
         name = f"{prefix}{key}"
@@ -270,8 +278,10 @@ def wrong_setting(sources: Iterable[Source], recipe: type | None) -> ConfigError
     for name, value in chain(*map(spread, sources)):
         name = re.sub(r"^recipe\.init_args\.", "recipe.", name)
         kind, limits = types.get(name, (Any, {}))
-        texts = [read_value(value)] if isinstance(value, str) else []
-        if not any(fits(reading, kind) for reading in (value, *texts)):
+        # jsonargparse reads a date as text
+        other = read_value(value) if isinstance(value, str) else value
+        other = str(value) if isinstance(value, date) else other
+        if not (fits(value, kind) or fits(other, kind)):
             return wrong_value(name, value, kind, limits)
     return None
 
@@ -302,8 +312,9 @@ def _explained(message: str, parser: "ArgumentParser", sources: Iterable[Source]
         return f"recipe {kind[1]}: {reasons} (recipe.py describes all methods)."
     if missing := re.search(r"module '([\w.]+)' has no attribute '(\w+)'$", message):
         module = sys.modules[missing[1]]
-        files = Path(str(module.__file__)).parent.glob("*")  # a package's modules
-        message += did_you_mean(missing[2], [*vars(module), *(file.stem for file in files)])
+        folders = getattr(module, "__path__", ())  # of a package, which may have no __file__
+        files = [file.stem for folder in folders for file in Path(folder).glob("*")]
+        message += did_you_mean(missing[2], [*vars(module), *files])
     if "arguments are required: recipe" in message:
         return f"{message}; give a config file, --config configs/<name>.yaml."
     return re.sub(r'^Parser key "([\w.]+)": ', r"\1: ", message)
@@ -335,7 +346,9 @@ def parse(
     typed = dict(options)
     contents = [read_config(file) for file in files]
     in_files = [*map(with_null, contents)]
-    for source in (*in_files, typed):
+    read = {name: read_value(text or "") for name, text in typed.items()}
+    as_typed = {n: typed[n] if isinstance(v, (dict, list)) else v for n, v in read.items()}
+    for source in (*in_files, as_typed):
         if refusal := secrets_problem(source):  # a secret would become part of the run's name
             raise ConfigError(refusal)
     from_files = [  # jsonargparse accepts a file's content instead of its path

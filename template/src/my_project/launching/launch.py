@@ -608,12 +608,12 @@ def run_module(
         os.environ[LOGS] = str(logs.absolute())
     os.environ[START] = starts.id
     os.environ[NODES] = f"{launch.nodes} of {launch.all_nodes}" if launch.all_nodes > 1 else ""
+    is_forked = start_method()[0] == "fork"
+    os.environ[CODE] = launch.code if is_forked else ""
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as errors:
         os.environ[failures.FOLDER] = errors
         environments = launch.environments(starts.count)
         starts.begin()
-        is_forked = start_method()[0] == "fork"
-        os.environ[CODE] = launch.code if is_forked else ""
         settings = launch.config if is_forked else launch.arguments
         function = partial(call, module, settings, launcher_pid=os.getpid())
         codes = workers.run(

@@ -101,7 +101,7 @@ def reported() -> Iterator[None]:
     except Exception as error:
         frame = own_frame(exception_frames(error))
         place = f" ({short_path(frame.file)}, line {frame.line})" if frame else ""
-        reason = " ".join(exception_reason(error).split())
+        reason = exception_reason(error)
         logger.warning("the samples of this evaluation are left out: %s%s", reason, place)
 
 

@@ -38,7 +38,10 @@ NAMED = re.compile(  # name=value, 'name': 'value', --name value
     r"""(?P<name>(?<![\w.-])(?P<option>--)?[\w.-]*
         (?:token|password|passwd|passphrase|secret|key|credential|pwd|authorization)s?[_\d]*)
     (?P<sign>["']?\s*[=:]\s*["']?|(?(option)(?:["'],\s*["']|\s+(?!-)["']?)|(?!)))
-    (?P<value>(?:(?:bearer|basic)\s+)?(?:(?<=")[^"]*|(?<=')[^']*|[^\s"',;&)}\]]+))""",
+    (?P<value>(?:(?:bearer|basic)\s+)?(?:
+        (?<=")(?:\\.|[^"\\])*|(?<=')(?:\\.|[^'\\])*|[^\s"',;&)}\]]+
+        (?:[,;&)}\]]+(?![\w.-]*["']?\s*[=:])[^\s"',;&)}\]]+)*  # not the next name=value
+    ))""",
     re.IGNORECASE | re.VERBOSE,
 )
 PRIVATE_KEY = re.compile(r"(?s)(-----BEGIN [\w ]*PRIVATE KEY-----)(.*?)(?=-----END )")

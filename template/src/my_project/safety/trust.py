@@ -75,7 +75,8 @@ def read_config(path: Path, trusted: Iterable[str] = (), given: Path | None = No
             try:
                 resolved: Any = pkgutil.resolve_name(dotted)
                 definition = f"{resolved.__module__}.{resolved.__qualname__}"
-                if dotted in trusted or is_dataclass(resolved):
+                is_own = definition.startswith(f"{PACKAGE}.") and is_dataclass(resolved)
+                if dotted in trusted or is_own:
                     allowed |= {dotted: resolved, definition: resolved}
             except Exception as error:  # not a class, misspelled, or its module raises an error
                 failed[dotted] = f" ({type(error).__name__}: {error})"
