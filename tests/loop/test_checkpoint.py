@@ -1,5 +1,6 @@
 """Checkpoints survive a kill, a damaged file, a full disk; nothing in them runs code."""
 
+import errno
 import json
 import logging
 import os
@@ -23,7 +24,7 @@ from my_project import commands, ema, optim, run_files
 from my_project import manifest as manifests
 from my_project.checkpoint import exporting, resuming, saving, shards
 from my_project.config import Config, ConfigError
-from my_project.files import wait_until
+from my_project.files import TransientError, wait_until
 from my_project.run_files import checkpoints
 from my_project.run_folder import Run
 from my_project.state import TrainState
@@ -787,3 +788,68 @@ def test_an_optimizer_slot_keeps_its_memory_order():
     slots = torch.zeros(3, 2), torch.zeros(3, 2).T
     packed = [shards.pack(slot, "a", {}) for slot in slots]
     assert packed == [{"tensor": "a", "stride": None}, {"tensor": "a", "stride": (1, 2)}]
+
+
+def test_a_checkpoint_whose_storage_does_not_answer_is_not_taken_for_damaged(tmp_path, monkeypatch):
+    """Or a run would start over beside its intact checkpoints."""
+    config = make_config(tmp_path, steps=2, checkpoints__every_steps=1)
+    assert train(config) == 0
+    before = [path.name for path in run_files.checkpoints(config.folder)]
+    longer = change(config, steps=4)
+    with monkeypatch.context() as patch:
+        opened = manifests.open_own
+
+        def fail(path: Path, *arguments: Any, **options: Any) -> Any:
+            if path.name == "model.safetensors":
+                raise OSError(errno.EIO, "Input/output error", str(path))
+            return opened(path, *arguments, **options)
+
+        patch.setattr(manifests, "open_own", fail)
+        with pytest.raises(TransientError, match=r"cannot be read now .*so it may be intact"):
+            train(longer)
+    assert [path.name for path in run_files.checkpoints(config.folder)] == before
+    assert train(longer) == 0
+    assert records(config)[-1]["step"] == 4
+
+
+def test_a_launch_goes_on_if_the_storage_of_its_lock_does_not_answer_for_a_moment(
+    tmp_path, monkeypatch
+):
+    with closing(Run(make_config(tmp_path), 0)) as run:
+
+        def fail(*_: object) -> bool:
+            raise OSError(errno.ESTALE, "Stale file handle")
+
+        monkeypatch.setattr(os.path, "samefile", fail)
+        run.check_lock()
+
+
+class Typed(Ragged):
+    """Its model has the dtype of the start, as with FSDP2 in bf16 and without."""
+
+    def build_model(self, data_info: Any) -> Any:
+        return super().build_model(data_info).to(DTYPES[0])
+
+    def loss(self, model: Any, batch: Any, step: int) -> Any:
+        return super().loss(model, batch | {"x": batch["x"].to(DTYPES[0])}, step)
+
+    def update_metrics(self, model: Any, batch: Any, metrics: Any) -> None:
+        super().update_metrics(model, batch | {"x": batch["x"].to(DTYPES[0])}, metrics)
+
+
+DTYPES = {0: torch.float64}
+
+
+def test_an_export_has_the_dtype_of_the_model_whatever_that_of_the_checkpoint(
+    tmp_path, monkeypatch
+):
+    config = make_config(tmp_path, Typed(), steps=2, checks__code="off")
+    assert train(config) == 0
+    shutil.rmtree(config.folder / "export")
+    (config.folder / "status.json").write_text('{"outcome": "running", "step": 2, "steps": 2}')
+    monkeypatch.setitem(DTYPES, 0, torch.float32)
+    assert train(config) == 0
+    exported = load_file(config.folder / "export/model.safetensors")
+    assert {value.dtype for value in exported.values() if value.is_floating_point()} == {
+        torch.float32
+    }

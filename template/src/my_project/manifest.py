@@ -4,6 +4,7 @@ A folder is written under a temporary name, flushed to disk, given a manifest wi
 file, and renamed. So a folder under its final name is complete, and damage is detected.
 """
 
+import errno
 import hashlib
 import json
 import os
@@ -26,6 +27,8 @@ from .files import (
 from .run_files import checkpoint_step
 
 FORMAT = 1  # the format of checkpoints
+UNREADABLE = "cannot be read now"  # see find_damage
+UNANSWERED = {errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.ENOTCONN, errno.EMFILE, errno.ENFILE}
 HASHING_THREADS = 4
 
 
@@ -84,6 +87,8 @@ def read_manifest(folder: Path) -> Manifest:
 def find_damage(folder: Path, share: slice = slice(None)) -> str:
     """Return what is wrong with a checkpoint; "" if it is intact. One core hashes 1 GB per second.
 
+    If the storage does not answer, the result begins with UNREADABLE: the files may be intact.
+
     Args:
         folder: the checkpoint.
         share: which of the checkpoint's files to check, in the order of their names.
@@ -100,6 +105,8 @@ def find_damage(folder: Path, share: slice = slice(None)) -> str:
         with ThreadPoolExecutor(HASHING_THREADS) as pool:
             return next(filter(None, pool.map(check_file, sorted(hashes)[share])), "")
     except (ValueError, LookupError, TypeError, OSError) as error:
+        if isinstance(error, OSError) and error.errno in UNANSWERED:
+            return f"{UNREADABLE} ({error})"
         return str(error).removesuffix(".")  # a FormatError is a sentence; callers go on after it
 
 

@@ -305,8 +305,10 @@ class Run:
         try:
             path = run_files.lock_path(self.folder)
             is_ours = not self.lock or os.path.samefile(path, self.lock.fileno())
-        except OSError:
+        except (FileNotFoundError, NotADirectoryError):
             is_ours = False
+        except OSError:  # the storage does not answer: what is then written fails by itself
+            return
         if not is_ours:
             raise files.TransientError(
                 f"{self.folder} has been moved or removed since this launch locked it, so nothing"

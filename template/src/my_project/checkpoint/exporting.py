@@ -79,7 +79,9 @@ def export(
     def write(folder: Path, read: Read) -> None:
         def value(key: str) -> Tensor:
             tensor = weights[key]  # an empty tensor has no shard
-            return read(key) if tensor.numel() else torch.empty(tensor.shape, dtype=tensor.dtype)
+            if not tensor.numel():
+                return torch.empty(tensor.shape, dtype=tensor.dtype)
+            return read(key).to(tensor.dtype)  # the run may have been sharded before, in float32
 
         if not needs_whole:
             stored = in_file_order({key: weights[key] for key in weights if key not in aliases})

@@ -15,8 +15,8 @@ from pathlib import Path
 from accelerate import Accelerator
 
 from ..config import CheckpointsConfig, ConfigError
-from ..files import Json, discard, unused_name
-from ..manifest import find_damage, read_manifest
+from ..files import Json, TransientError, discard, unused_name
+from ..manifest import UNREADABLE, find_damage, read_manifest
 from ..mirror.download import in_every_folder
 from ..ranks import gather_on_main, on_main_then_broadcast
 from ..run_files import checkpoint_step
@@ -34,6 +34,7 @@ def choose(accelerator: Accelerator, run: Run) -> Path | None:
 
     Raises:
         ConfigError: the checkpoint at the path is damaged.
+        TransientError: the storage of a checkpoint does not answer.
     """
     chosen, find = None, partial(_candidates, run)
     if run.is_first_on_disk:
@@ -45,6 +46,11 @@ def choose(accelerator: Accelerator, run: Run) -> Path | None:
         if not problem:
             chosen = folder
             break
+        if problem.startswith(UNREADABLE):
+            raise TransientError(
+                f"{folder} {problem}, so it may be intact: start again; if the error stays, move"
+                " this checkpoint away."
+            )
         if folder == Path(run.config.resume):
             raise ConfigError(
                 f"--resume {folder} cannot be used: {problem}; give another checkpoint, auto or"

@@ -408,7 +408,7 @@ class Checkpoints:
                     pinned = tensor.is_cuda
                     buffer = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=pinned)
                     self._buffers[key] = buffer
-                buffer.copy_(tensor, non_blocking=True)
+                buffer.copy_(tensor, non_blocking=tensor.is_cuda)
                 on_gpu |= tensor.is_cuda
                 shards[kind][name] = Shard(buffer, shard.offset, shard.shape)
         if on_gpu:
