@@ -16,7 +16,6 @@ from torch.distributed.tensor import DTensor
 from .config import ConfigError, OptimConfig
 from .contract import described, refuse
 from .recipe import Recipe, optional, source_location
-from .step_sums import read_on_host
 
 UNSCHEDULED = ("constant", "plateau")  # the schedules that do not depend on the number of steps
 
@@ -223,7 +222,10 @@ def step_if_finite(optimizer: torch.optim.Optimizer, norm: Tensor | float) -> No
         # 0 * inf is NaN; isfinite would launch more kernels
         optimizer.found_inf = (0 * norm).isnan().float()  # type: ignore[attr-defined]
         optimizer.step()
-    elif math.isfinite(read_on_host(norm)[0] if isinstance(norm, Tensor) else norm):
+        return
+    from .step_sums import read_on_host  # imports accelerate, which `predict` does without
+
+    if math.isfinite(read_on_host(norm)[0] if isinstance(norm, Tensor) else norm):
         optimizer.step()
 
 

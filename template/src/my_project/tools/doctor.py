@@ -41,7 +41,6 @@ from ..failures import (
     late,
 )
 from ..files import is_number, open_own, read_json
-from ..process import PREEMPTED, STOP_SIGNALS
 from ..run_files import (
     Record,
     Status,
@@ -62,7 +61,8 @@ MAX_RANKS = 1_000_000
 WATCHED = ("stalled", "waiting")  # causes that the watchdog finds
 TAIL_BYTES = 1 << 18  # of a log, whose end shows how the process ended
 ABORTED = -6  # SIGABRT, which NCCL's own watchdog also sends after ours has reported a hang
-BY_OTHERS = [-number for number in STOP_SIGNALS]  # a launcher forwards these to its processes
+BY_OTHERS = (-2, -10, -15)  # SIGINT, SIGUSR1, SIGTERM: a launcher forwards these
+PREEMPTED = os.EX_TEMPFAIL  # the exit code of a run that was stopped and saved
 
 # ---- the table: cause -> what is likely and why, what to do --------------------------------------
 MORE_TIME = "set --stop_after, or allow more time between the signal and the kill for the save"
