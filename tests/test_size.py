@@ -17,15 +17,15 @@ REPOSITORY = Path(__file__).resolve().parents[1]
 TEMPLATE = REPOSITORY / "template"
 PACKAGE = TEMPLATE / "src/my_project"
 CEILINGS = {
-    "lines of train.py and all that it imports": 8_705,
+    "lines of train.py and all that it imports": 8_788,
     "files of train.py and all that it imports": 55,
-    "lines of the package without tools/": 11_447,
-    "lines of tools/": 2_690,
-    "lines of template/tests": 4_414,
-    "lines of template/tests and tests": 22_917,
+    "lines of the package without tools/": 11_563,
+    "lines of tools/": 2_715,
+    "lines of template/tests": 4_427,
+    "lines of template/tests and tests": 23_460,
     "settings": 60,
     "methods of a recipe": 14,
-    "lines of launching/": 2_069,
+    "lines of launching/": 2_101,
     "lines of main in train.py": 40,
     "lines of train_step in train.py": 45,
     "Any per 1,000 lines without tools/ and launching/": 15,
