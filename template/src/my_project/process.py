@@ -243,7 +243,8 @@ STOP_SIGNALS = {signal.SIGTERM, signal.SIGINT, signal.SIGUSR1}
 # How long a process that gets a stop signal during startup may take to reach the loop, which saves.
 # It may never reach the loop: a collective with a rank that has exited does not return.
 REACH_LOOP_SECONDS = 30.0
-SET_BY_LAUNCHERS = ("ACCELERATE_MIXED_PRECISION", "TORCHELASTIC_RUN_ID")  # accelerate, torchrun
+# Set by accelerate and torchrun; shells export accelerate's other variables, such as the precision.
+SET_BY_LAUNCHERS = ("ACCELERATE_DYNAMO_MODE", "TORCHELASTIC_RUN_ID")
 
 
 class Launcher:
