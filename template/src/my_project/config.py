@@ -486,8 +486,14 @@ def to_yaml(config: Config) -> str:
 
     if refusal := secrets_problem(config):
         raise ConfigError(refusal)
+
+    class Dumper(yaml.SafeDumper):
+        """Quotes also a text such as 1e3, which jsonargparse would read as a number."""
+
+    number = re.compile(r"[-+]?[\d_]+[eE][-+]?\d+")
+    Dumper.add_implicit_resolver("tag:yaml.org,2002:float", number, list("-+0123456789"))
     try:
-        return yaml.safe_dump(to_dict(config), sort_keys=False, allow_unicode=True)
+        return yaml.dump(to_dict(config), Dumper=Dumper, sort_keys=False, allow_unicode=True)
     except yaml.YAMLError as error:
         value = error.args[-1]
         raise ConfigError(f"config.yaml cannot hold {value!r}: give a name instead.") from error
