@@ -3,8 +3,9 @@
 Each experiment has a YAML file (`configs/`). Options on the command line override it by dotted
 names. Types are checked, and unknown keys are errors. This module does not import torch.
 
-A field declared with `may_change` can change between two starts of one run. Every other field
-changes the training curve, so an existing run continues only with the same value (run_folder.py).
+A field whose metadata have `changes_curve: False`, as `may_change` sets it, can change between two
+starts of one run. Every other field changes the training curve, so an existing run continues only
+with the same value (run_folder.py).
 """
 
 import dataclasses
@@ -164,8 +165,8 @@ class DistributedConfig:
 
     startup_timeout_seconds: int = may_change(1800, least=1)
     """A rank counts as stalled after this time without progress during startup, a save, one
-    micro-batch of an evaluation, or the first step after any of these; or after timeout_seconds, if
-    that is longer."""
+    micro-batch of an evaluation, or the first step after any of these. If timeout_seconds is
+    longer, it applies instead."""
     timeout_seconds: int = may_change(600, least=1)
     """A rank counts as stalled after this time without progress in a step. Every rank then writes
     its stack trace into errors/ and ends."""
