@@ -330,6 +330,7 @@ class Settings(Ragged):
     by_name: dict[str, Color] = dataclasses.field(default_factory=lambda: {"a": Color.BLUE})
     names: frozenset[str] = frozenset({"b", "a"})
     path: Path = Path("a/b")
+    revision: str = "12345e6"
     palette: Palette = dataclasses.field(default_factory=Palette)
     derived: int = dataclasses.field(init=False, default=3)
 
@@ -344,8 +345,14 @@ def test_a_setting_that_yaml_cannot_hold_is_refused(tmp_path):
         train(make_config(tmp_path, Calling()))
 
 
+def test_settings_of_many_types_are_read_back(tmp_path):
+    config = make_config(tmp_path, Settings(color=Color.BLUE), steps=2)
+    (tmp_path / "config.yaml").write_text(to_yaml(config))
+    assert parse(["--config", str(tmp_path / "config.yaml")]) == config
+
+
 @pytest.mark.slow
-def test_settings_of_many_types_are_recorded_and_read_back(tmp_path):
+def test_settings_of_many_types_are_recorded_and_continue_a_run(tmp_path):
     config = make_config(tmp_path, Settings(color=Color.BLUE), steps=2)
     assert run_world(2, train, config) == [0, 0]
     saved = parse(["--config", str(config.folder / "config.yaml")])

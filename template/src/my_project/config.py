@@ -3,8 +3,9 @@
 Each experiment has a YAML file (`configs/`). Options on the command line override it by dotted
 names. Types are checked, and unknown keys are errors. This module does not import torch.
 
-A field declared with `may_change` can change between two starts of one run. Every other field
-changes the training curve, so an existing run continues only with the same value (run_folder.py).
+A field whose metadata have `changes_curve: False`, as `may_change` sets it, can change between two
+starts of one run. Every other field changes the training curve, so an existing run continues only
+with the same value (run_folder.py).
 """
 
 import dataclasses
@@ -164,8 +165,8 @@ class DistributedConfig:
 
     startup_timeout_seconds: int = may_change(1800, least=1)
     """A rank counts as stalled after this time without progress during startup, a save, one
-    micro-batch of an evaluation, or the first step after any of these; or after timeout_seconds, if
-    that is longer."""
+    micro-batch of an evaluation, or the first step after any of these. If timeout_seconds is
+    longer, it applies instead."""
     timeout_seconds: int = may_change(600, least=1)
     """A rank counts as stalled after this time without progress in a step. Every rank then writes
     its stack trace into errors/ and ends."""
@@ -486,8 +487,14 @@ def to_yaml(config: Config) -> str:
 
     if refusal := secrets_problem(config):
         raise ConfigError(refusal)
+
+    class Dumper(yaml.SafeDumper):
+        """Quotes also a text such as 1e3, which jsonargparse would read as a number."""
+
+    number = re.compile(r"[-+]?[\d_]+[eE][-+]?\d+")
+    Dumper.add_implicit_resolver("tag:yaml.org,2002:float", number, list("-+0123456789"))
     try:
-        return yaml.safe_dump(to_dict(config), sort_keys=False, allow_unicode=True)
+        return yaml.dump(to_dict(config), Dumper=Dumper, sort_keys=False, allow_unicode=True)
     except yaml.YAMLError as error:
         value = error.args[-1]
         raise ConfigError(f"config.yaml cannot hold {value!r}: give a name instead.") from error

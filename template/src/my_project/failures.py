@@ -1,9 +1,9 @@
 """Error files: a process that fails writes one, which the launcher and the tools read.
 
 docs/run-folder.md describes its fields. The file is written to <run folder>/errors/. Under the
-launcher it is also written to the log folder of the start and to a temporary folder, since both
-exist before the run folder is open. Another file is written for torchrun, whose summary shows the
-first failure.
+launcher it is also written to the log folder of the launch, where that of a later start replaces
+it, and to a temporary folder: both exist before the run folder is open. Another file is written
+for torchrun, whose summary shows the first failure.
 """
 
 import errno
@@ -157,7 +157,7 @@ def late(failures: list[Failure]) -> list[Failure]:
 
 # ---- frames --------------------------------------------------------------------------------------
 def library_of(file: str) -> str | None:
-    """Return the name of the installed package that a file belongs to; None for the user's code."""
+    """Return the installed package or single module of a file; None for the user's code."""
     if file.startswith(PACKAGE_FOLDER + os.sep):
         return None
     if match := INSTALLED.search(file):

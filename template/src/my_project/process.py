@@ -59,9 +59,9 @@ def end_children() -> None:
 
 
 def attempts() -> dict[str, int]:
-    """Return the attempt number in each launch that this process belongs to, by launch name.
+    """Return attempt numbers by launch name: of our launcher or torchrun, and of the Slurm job.
 
-    The number rises when our launcher or torchrun restarts the command in place, and when Slurm
+    A number rises when our launcher or torchrun restarts the command in place, and when Slurm
     requeues the job. Outside Slurm, the result is empty for a process without a launcher, and for
     the only process of an accelerate launch.
     """
@@ -117,7 +117,7 @@ def garbage_collected_at_records() -> Iterator[None]:
         gc.unfreeze()  # otherwise C++ modules report frozen objects as leaked at exit
 
 
-# If the watchdog does not act within this time after its limit, C code holds Python's lock.
+# The time that the watchdog has to act after its limit. If it does not, C code holds Python's lock.
 HELD_SECONDS = 30.0
 
 
@@ -130,7 +130,7 @@ def stacks_file(logs: str, rank: int) -> Path:
 START = "LAUNCH_START"  # the name of this start in starts.jsonl
 NODES = "LAUNCH_NODES"  # how many nodes take part, such as "3 of 4"
 LOGS = "LAUNCH_LOGS"  # the folder for the output of this process
-CODE = "LAUNCH_CODE"  # a hash of the code that a forked process runs, even after an edit
+CODE = "LAUNCH_CODE"  # a hash of the code that the launcher imported, and that its forks run
 BLAMED = "BLAMED_NODES"  # a file for the names of hosts at fault (launch/slurm.sbatch)
 DRY_RUN = "LAUNCH_DRY_RUN"  # set in a dry run, in which each check prints a line
 
@@ -200,7 +200,8 @@ def write_logs() -> None:
 
     The terminal shows only what rank 0 prints, and a line for each warning of rank 0
     (exits.Warned). The stderr of rank 0 and all output of the other ranks go to their log files
-    only; what C code of rank 0 writes to stdout (NCCL_DEBUG) goes to the terminal only.
+    only, except for the progress bars of prepare_data (stderr_on_terminal). What C code of rank 0
+    writes to stdout (NCCL_DEBUG) goes to the terminal only.
     """
     folder = os.environ.get(LOGS)
     if not folder:
@@ -243,7 +244,8 @@ STOP_SIGNALS = {signal.SIGTERM, signal.SIGINT, signal.SIGUSR1}
 # How long a process that gets a stop signal during startup may take to reach the loop, which saves.
 # It may never reach the loop: a collective with a rank that has exited does not return.
 REACH_LOOP_SECONDS = 30.0
-SET_BY_LAUNCHERS = ("ACCELERATE_MIXED_PRECISION", "TORCHELASTIC_RUN_ID")  # accelerate, torchrun
+# Set by accelerate and torchrun; shells export accelerate's other variables, such as the precision.
+SET_BY_LAUNCHERS = ("ACCELERATE_DYNAMO_MODE", "TORCHELASTIC_RUN_ID")
 
 
 class Launcher:

@@ -1,6 +1,6 @@
 """Record the code, packages and command of a run, and keep the code that each start ran.
 
-    starts/<launch>/           for a start whose code differs from the code of all earlier starts
+    starts/<launch>/           for a start that differs from all earlier ones (see Kept.is_like)
       start.json               the fields of Kept, below
       code.patch               changes since the commit, and untracked code, for `git apply`
       sources.zip              code that is neither in the commit nor in code.patch
@@ -97,7 +97,7 @@ class Kept:
     not_kept: str = ""  # what is missing, and why
 
     def is_like(self, other: "Kept") -> bool:
-        """Return whether all fields are equal; of packages, only those that both starts import."""
+        """Return whether all fields are equal; compare only packages that both starts import."""
         both = self.packages.keys() & other.packages.keys()
         is_same = all(self.packages[name] == other.packages[name] for name in both)
         return is_same and replace(self, packages={}) == replace(other, packages={})
@@ -116,7 +116,7 @@ def modules() -> list[Path]:
 
 
 def code_digest(recipe: object) -> str:
-    """Return a hash of the source files of the loop, the recipe, and its base classes in here.
+    """Return a hash of the source files of the loop, and of the recipe and its base classes.
 
     Tools and other recipes are left out, since they may be edited while a run is under way. So are
     base classes of other packages, and other modules that the recipe imports: if one is edited
@@ -249,7 +249,7 @@ def keep_code(run_folder: Path, config: Config, run: str, start: str) -> Origin:
             kept, contents = code_that_runs(config, kept)
             contents["requirements.txt"] = requirements(imported).encode()
             name = _write(starts, kept, contents, start)
-        else:  # edited since the launcher imported it
+        else:  # edited after the launcher had imported it
             kept, name = _imported_before(starts, replace(kept, code=os.environ[CODE]), start)
     except OSError as error:  # the run goes on without a folder in starts/
         kept, name = replace(kept, not_kept=f"it could not be written or read: {error}"), ""
@@ -284,7 +284,8 @@ def _write(starts: Path, kept: Kept, contents: dict[str, bytes], start: str) -> 
 def _imported_before(starts: Path, kept: Kept, start: str) -> tuple[Kept, str]:
     """Add a start to an earlier one with the same code; return its content and its name.
 
-    Called if files were edited since the launcher imported them: a forked process runs the latter.
+    Called if files were edited after the launcher had imported them: a forked process runs the
+    imported code.
     """
     for path, other in _starts(starts):
         if other.code == kept.code:
@@ -364,8 +365,8 @@ def _in_git(kept: Kept, top: Path, sources: dict[Path, str]) -> Kept:
     Args:
         kept: what is known of the start so far.
         top: the repository's top folder.
-        sources: the result of _sources. If the path of a .py file ends in its name in sources.zip,
-            what comes before that name is a folder on the search path.
+        sources: the result of _sources. If the path of a .py file ends with the file's name in
+            sources.zip, the rest of the path is a folder on the search path.
     """
     here = Path.cwd().resolve()
     roots = {Path(str(p).removesuffix(name)) for p, name in sources.items() if p.suffix == ".py"}
@@ -391,8 +392,8 @@ def _in_git(kept: Kept, top: Path, sources: dict[Path, str]) -> Kept:
 def _changes(top: Path, sources: Iterable[Path]) -> tuple[str, set[Path], str]:
     """Return a patch against the commit, the files that need no other copy, and a problem.
 
-    Those files are in the commit or in the patch. Untracked files of the package are added to a
-    copy of the index, never to the user's index.
+    Those files are in the commit or in the patch. Untracked files among the sources and in the
+    package are added to a copy of the index, never to the user's index.
     """
     paths = [str(Path(__file__).resolve().parent), *map(str, sources)]
     paths = [path for path in paths if Path(path).is_relative_to(top)]
@@ -420,8 +421,10 @@ def _changes(top: Path, sources: Iterable[Path]) -> tuple[str, set[Path], str]:
     if is_large or answer is None:
         problem = f"git failed to list the changes since the commit within {GIT_SECONDS:.0f} s"
         if is_large:
-            limit = MOST_CHANGED_BYTES if size > MOST_CHANGED_BYTES else MOST_BYTES
-            problem = f"the changes since the commit exceed the {limit / 1e6:.0f} MB limit"
+            what, limit = "changes", MOST_BYTES
+            if size > MOST_CHANGED_BYTES:
+                what, limit = "files that changed", MOST_CHANGED_BYTES
+            problem = f"the {what} since the commit exceed the {limit / 1e6:.0f} MB limit"
         return (
             "",
             set(),
@@ -515,9 +518,8 @@ def requirements(imported: dict[str, tuple[str, Distribution]]) -> str:
     lines, indexes = [], set()
     for name, (release, distribution) in imported.items():
         line = f"{name}=={release}"
-        with suppress(
-            ValueError, KeyError, TypeError
-        ):  # TypeError: no file, since it is from an index
+        # TypeError: a distribution from an index has no direct_url.json
+        with suppress(ValueError, KeyError, TypeError):
             origin = json.loads(distribution.read_text("direct_url.json"))  # type: ignore[arg-type]
             line = f"# {line} was installed from {mask(origin['url'])}"
             vcs = origin["vcs_info"]

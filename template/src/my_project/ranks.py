@@ -83,8 +83,8 @@ def open_run(
         lengths: the length of each dataset; must be equal on all ranks.
 
     Raises:
-        ConfigError: settings, versions or the lengths of datasets differ between ranks, or a node
-            does not see the run folder that rank 0 wrote to; or as Run.begin.
+        ConfigError: `must_agree`, versions, run.numerics or the lengths of datasets differ between
+            ranks, or a node does not see the run folder that rank 0 wrote to; or as Run.begin.
     """
     # the text of a dataclass has the order of a set, or an address, which differ between processes
     plain = {n: to_dict(value) if is_dataclass(value) else value for n, value in must_agree.items()}
@@ -97,7 +97,7 @@ def open_run(
     seen = gather_on_main(accelerator, run.sees(token))
     others = {host for host, sees in zip(run.hosts, seen, strict=False) if not sees}
     hosts = on_main_then_broadcast(accelerator, lambda: ", ".join(sorted(others)))
-    run.is_shared, must_be_shared = not hosts, True  # an owner may delete the next line
+    run.is_shared, must_be_shared = not hosts, True  # delete the next line with its setting
     must_be_shared = not run.config.checkpoints.mirror
     if hosts and must_be_shared:
         raise ConfigError(not_shared(run.folder, hosts, run.hosts[0]))

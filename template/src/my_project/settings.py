@@ -101,9 +101,9 @@ def read_config(file: Path) -> dict[str, Json]:
 
 
 def unset_duration(sources: Iterable[Source]) -> list[str]:
-    """Return options that set to null the one of steps and epochs that the last source leaves out.
+    """Return an option that sets steps or epochs to null if the other one is set.
 
-    The last source is the last one that sets either of them.
+    Of several sources, the last one that sets either of them counts.
     """
     unset: list[str] = []
     for settings in sources:

@@ -4,8 +4,8 @@ A setting is a secret if its name ends in token, password, passwd, passphrase, s
 access key, secret key or private key, as in hub_token, --api-key, hftoken, secrets or token_1.
 Other names do not count (token_count, secretary). The ending `tokens` counts only after a word such
 as access (access_tokens, not max_tokens). Special tokens of a tokenizer are not secrets: names such
-as eos_token, and values under a name ending in token or tokens that are in brackets (<image>,
-[INST]) or have fewer than 6 characters.
+as eos_token and, in settings but not in text, values under a name ending in token or tokens that
+are in brackets (<image>, [INST]) or have fewer than 6 characters.
 
 Settings with secrets are refused. In text, values with such names are masked, and so are values
 named credentials, pwd or authorization. Bearer tokens, private keys in PEM format and credentials
@@ -91,8 +91,8 @@ def mask_private_keys(text: str) -> str:
 def mask_command(arguments: Iterable[str]) -> list[str]:
     """Mask secrets in the arguments of a command.
 
-    The argument after a secret option is always masked. An argument with a secret's name before
-    a colon or an equals sign, as in YAML, is masked as a whole; only its own option stays.
+    The argument after a secret option is always masked. If an argument has a secret's name before a
+    colon or an equals sign, as in YAML, all but its option (--x=) is masked.
     """
     masked = []
     is_next = False
@@ -152,7 +152,7 @@ def secrets_in(settings: Any, name: str = "", secret: str = "") -> Iterator[str]
             yield from secrets_in(value, name, secret)
     else:
         text = settings if isinstance(settings, str) else ""
-        # true for numbers too, whose text is empty here
+        # a number is special too, since `text` is empty for it
         is_special = not isinstance(settings, bytes) and re.fullmatch(r".{0,5}|[<\[].*[>\]]", text)
         is_value = settings and type(settings) in (str, bytes, int, float)
         if (secret and is_value and not (is_token and is_special)) or mask_unnamed(text) != text:

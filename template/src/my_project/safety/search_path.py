@@ -26,7 +26,10 @@ def run_folder(folder: str) -> str:
 
 
 def is_inside(path: str, folder: str) -> bool:
-    """Return whether a path, once its links are resolved, is a folder without links or in it."""
+    """Return whether a path is a folder or lies in it, once the path's links are resolved.
+
+    The path of the folder must not contain links.
+    """
     return os.path.join(os.path.realpath(path), "").startswith(os.path.join(folder, ""))
 
 

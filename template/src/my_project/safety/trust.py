@@ -3,8 +3,8 @@
 Weights are data, but the config.yaml beside them names classes, and importing a class runs code. So
 only the recipe and a few plain settings are read from the file, and jsonargparse imports only:
 
-- the recipe's class and other dataclasses, if this package defines them, and what the recipe's
-  module defines;
+- dataclasses that this package defines, such as the recipe's class, and all that the module of such
+  a recipe defines;
 - what a YAML file in this project's `configs/` names. The project is the folder that contains the
   package or its `src`, and also the current folder, if that contains the package;
 - what --trust names.
