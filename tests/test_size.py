@@ -17,12 +17,12 @@ REPOSITORY = Path(__file__).resolve().parents[1]
 TEMPLATE = REPOSITORY / "template"
 PACKAGE = TEMPLATE / "src/my_project"
 CEILINGS = {
-    "lines of train.py and all that it imports": 8_788,
+    "lines of train.py and all that it imports": 8_791,
     "files of train.py and all that it imports": 55,
-    "lines of the package without tools/": 11_563,
+    "lines of the package without tools/": 11_566,
     "lines of tools/": 2_715,
     "lines of template/tests": 4_427,
-    "lines of template/tests and tests": 23_460,
+    "lines of template/tests and tests": 23_466,
     "settings": 60,
     "methods of a recipe": 14,
     "lines of launching/": 2_101,
