@@ -767,6 +767,8 @@ def test_a_best_that_an_earlier_start_could_not_write_is_not_forgotten(tmp_path)
     state = json.loads((folder_of(config, 10) / "manifest.json").read_text())["manifest"]["state"]
     assert (state["best_step"], state["best_failed"]) == (5, True)
     assert run_world(1, train, config) == [0]
+    state = json.loads((folder_of(config, 10) / "manifest.json").read_text())["manifest"]["state"]
+    assert (state["best_step"], state["best_failed"]) == (10, False), "or it is forgotten again"
     ours, theirs = weights(config.folder / "best"), weights(config.folder / "export")
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
 
@@ -853,3 +855,22 @@ def test_an_export_has_the_dtype_of_the_model_whatever_that_of_the_checkpoint(
     assert {value.dtype for value in exported.values() if value.is_floating_point()} == {
         torch.float32
     }
+
+
+def test_a_relative_path_to_begin_from_is_stored_as_an_absolute_one(tmp_path, monkeypatch):
+    """Or a start from another working directory would begin there again."""
+    first = make_config(tmp_path, run_name="first", steps=2)
+    assert train(first) == 0
+    monkeypatch.chdir(first.folder)
+    path = "checkpoints/step_00000002"
+    second = change(first, run_name="second", steps=4, resume=path)
+    assert train(second) == 0
+    content = manifests.read_manifest(folder_of(second, 4))
+    assert content["resumed_from"] == str(first.folder / path)
+
+
+def test_a_setting_of_the_numerics_that_is_new_is_no_change(tmp_path):
+    with closing(Run(make_config(tmp_path), 0)) as run:
+        run.numerics = {"precision": "no"}
+        run.compare_numerics(tmp_path, {})
+        assert run.notes == []

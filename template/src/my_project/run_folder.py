@@ -237,7 +237,7 @@ class Run:
 
     def compare_numerics(self, folder: Path, before: run_files.Numerics) -> None:
         """Find the numerics that changed since a checkpoint was saved, and log a warning."""
-        changed = {name: [before[name], now] for name, now in self.numerics.items()}
+        changed = {name: [before.get(name, now), now] for name, now in self.numerics.items()}
         changed = {name: values for name, values in changed.items() if values[0] != values[1]}
         if changed and self.rank == 0:
             self.notes.append(("numerics", {"changed": changed}))

@@ -63,7 +63,7 @@ def choose(accelerator: Accelerator, run: Run) -> Path | None:
         path = chosen
         run.resumed_from = on_main_then_broadcast(
             accelerator,
-            lambda: str(path) if is_given else read_manifest(path)["resumed_from"],
+            lambda: os.path.abspath(path) if is_given else read_manifest(path)["resumed_from"],
         )
     elif run.rank == 0 and candidates:
         logger.warning("no checkpoint of %s can be used: training starts from step 0.", run.folder)

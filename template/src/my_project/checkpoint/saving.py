@@ -204,7 +204,7 @@ class Checkpoints:
                 content = read_manifest(folder)
             except ValueError:  # no checkpoint was saved at this step
                 return
-            content["state"] |= saved
+            content["state"] |= saved | {"best_failed": "best" in self.failures}
             self.run.check_lock()
             write_atomically(folder / "manifest.json", manifests.manifest_text(content))
             flush_to_disk(folder)
