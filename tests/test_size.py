@@ -22,7 +22,7 @@ CEILINGS = {
     "lines of the package without tools/": 11_566,
     "lines of tools/": 2_715,
     "lines of template/tests": 4_427,
-    "lines of template/tests and tests": 23_466,
+    "lines of template/tests and tests": 23_482,
     "settings": 60,
     "methods of a recipe": 14,
     "lines of launching/": 2_101,
