@@ -243,6 +243,10 @@ def test_a_resume_and_the_command_evaluate_as_the_uninterrupted_run(tmp_path, ca
     assert "validation/loss" in table
     assert f"{wanted[2]:.4f}" in table
 
+    path = resumed.folder / "export/config.yaml"
+    path.write_text(path.read_text().replace("precision: null", "precision: fp16"))
+    evaluate(path.parent)  # a run of a GPU
+
     content = bytearray((checkpoint / "model.safetensors").read_bytes())
     content[-3] ^= 64
     (checkpoint / "model.safetensors").write_bytes(content)

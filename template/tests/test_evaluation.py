@@ -251,6 +251,9 @@ def test_a_run_from_the_checkpoint_of_another_has_its_own_best_value(tmp_path):
     assert train(second) == 0
     assert status(second)["step"] == 7
     assert read_json(second.folder / "best/step.json")["step"] == 4
+    own = change(first, resume=str(folder.parent / ".." / folder.parent.name / folder.name))
+    assert train(change(own, evaluation__patience=3)) == 0
+    assert status(own)["step"] == 4, "its own best value, however the path is spelled"
 
 
 @pytest.mark.slow

@@ -79,11 +79,16 @@ def check_launch(config: Config) -> None:
         )
     if precision == "fp8" and config.precision is None:
         raise ConfigError("mixed_precision is fp8, but must be no, bf16 or fp16.")
-    if (config.precision or precision) == "fp16" and use_cpu():
-        raise ConfigError("the precision is fp16, which needs a GPU: on the CPU, use bf16 or no.")
     if precision and not asked_for_cpu():
         check_gpus(1, count_accelerators())
     sharding.check_config(world_size)
+
+
+def check_precision(config: Config) -> None:
+    """Refuse to train in fp16 on the CPU: accelerate would silently train without it."""
+    precision = config.precision or os.environ.get("ACCELERATE_MIXED_PRECISION")
+    if precision == "fp16" and use_cpu():
+        raise ConfigError("the precision is fp16, which needs a GPU: on the CPU, use bf16 or no.")
 
 
 def count_accelerators() -> int:

@@ -95,10 +95,8 @@ def on_all_ranks() -> Iterator[Outcome]:
     if code == PREEMPTED and int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")) > 0:
         code = 0  # torchrun would restart the preempted run after any other code
     if threading.current_thread() is threading.main_thread():
-        for number in (
-            *STOP_SIGNALS,
-            signal.SIGHUP,
-        ):  # a signal during teardown must not change the outcome
+        # a signal during teardown must not change the outcome
+        for number in (*STOP_SIGNALS, signal.SIGHUP):
             signal.signal(number, signal.SIG_IGN)
     sys.stdout.flush()
     sys.stderr.flush()

@@ -21,7 +21,7 @@ from accelerate import Accelerator
 from torch import nn
 
 from . import contract, exits, optim, parallel
-from .accelerator import check_launch, numerics, start_accelerator
+from .accelerator import check_launch, check_precision, numerics, start_accelerator
 from .checkpoint import exporting, resuming
 from .checkpoint.saving import Checkpoints
 from .checks.start import Checks
@@ -113,6 +113,7 @@ def main(config: Config) -> int:
     world_size, rank = world()
     layout = batch_layout(config.batches, world_size)
     check_launch(config)
+    check_precision(config)
     check_outputs(config)
     contract.check_recipe(config)
     fetch_from_mirror(config)  # continue the run of a machine that was lost
@@ -176,7 +177,7 @@ def build(
     ema = checkpoints.ema = build_ema(config, model, optimizer)
     state = TrainState()
     if resume_from:
-        is_own = resume_from.parent == checkpoints.folder
+        is_own = resume_from.resolve().parent == checkpoints.folder.resolve()
         state.restore(checkpoints.resume(resume_from), config, is_own=is_own)
     run.step = state.step
     start_mirror(accelerator, checkpoints)

@@ -113,9 +113,8 @@ class Watchdog:
                 has_progress, before = progress_time != before, progress_time
                 waited = 0.0 if has_progress or is_in_debugger() else waited + interval
                 limit = self.short if self.run.is_stepping else self.long
-                with suppress(
-                    OSError, RuntimeError
-                ):  # the storage of the log fails; no thread can start
+                # OSError: the storage of the log fails; RuntimeError: no thread can be started
+                with suppress(OSError, RuntimeError):
                     last_resort.set(limit + HELD_SECONDS)
                 if waited >= limit:
                     self._abort(waited)
