@@ -17,12 +17,12 @@ REPOSITORY = Path(__file__).resolve().parents[1]
 TEMPLATE = REPOSITORY / "template"
 PACKAGE = TEMPLATE / "src/my_project"
 CEILINGS = {
-    "lines of train.py and all that it imports": 8_789,
+    "lines of train.py and all that it imports": 8_802,
     "files of train.py and all that it imports": 55,
-    "lines of the package without tools/": 11_564,
+    "lines of the package without tools/": 11_577,
     "lines of tools/": 2_715,
-    "lines of template/tests": 4_433,
-    "lines of template/tests and tests": 23_488,
+    "lines of template/tests": 4_451,
+    "lines of template/tests and tests": 23_506,
     "settings": 60,
     "methods of a recipe": 14,
     "lines of launching/": 2_101,

@@ -144,7 +144,7 @@ def lose_disk(config) -> None:
 
 
 def at_mirror(config) -> Path:
-    return Path(config.checkpoints.mirror.removeprefix("faulty://")) / config.run_name
+    return Path(config.checkpoints.mirror.partition("://")[2]) / config.run_name
 
 
 @pytest.fixture(scope="module")
@@ -441,6 +441,29 @@ def test_a_mirror_that_cannot_be_used_is_refused_before_training(tmp_path):
     with pytest.raises(ConfigError, match="takes such a URL"):
         make_config(tmp_path, runs_folder="s3://bucket/runs")
     assert not (tmp_path / "runs/here").exists() or not checkpoints(tmp_path / "runs/here")
+
+
+@pytest.mark.parametrize("unlisted", ["", "checkpoints"])
+def test_a_folder_that_cannot_be_listed_is_not_taken_for_empty(tmp_path, monkeypatch, unlisted):
+    """Or a new machine would begin at step 0, and move the run in the mirror aside."""
+    config = mirrored(tmp_path, checkpoints__mirror=f"file://{tmp_path}/mirror", steps=4)
+    assert train(config) == 0
+    before = tree_of(at_mirror(config))
+    lose_disk(config)
+    listed = LocalFileSystem.ls
+
+    def fail(store, path, *arguments, **options):
+        if Path(store._strip_protocol(path)) == at_mirror(config) / unlisted:
+            raise OSError(errno.ESTALE, "Stale file handle", path)
+        return listed(store, path, *arguments, **options)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(LocalFileSystem, "ls", fail)
+        with pytest.raises(TransientError, match="Stale file handle"):
+            train(config)
+    assert tree_of(at_mirror(config)) == before
+    assert train(config) == 0
+    assert status(config)["step"] == 4
 
 
 # ---- copies, names and records -------------------------------------------------------------------

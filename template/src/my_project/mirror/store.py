@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from io import BytesIO
 from pathlib import Path
 from typing import IO, Any
@@ -38,6 +39,21 @@ IN_CHECKPOINT = re.compile(r"(checkpoints/step_(\d{8,}))/([^/]+)")
 PART = re.compile(r"metrics/(\d+)-(\d+)-(\d+)-([0-9a-f]{64})\.jsonl")
 
 
+def find_files(fs: Any, folder: str) -> list[str]:
+    """Return the paths of all files below a folder; [] if it does not exist.
+
+    fsspec's own `find` also returns nothing for a folder that cannot be listed.
+    """
+    paths: list[str] = []
+    with suppress(FileNotFoundError):
+        for entry in fs.ls(folder, detail=True):
+            if entry["type"] != "directory":
+                paths.append(entry["name"])
+            elif entry["name"].rstrip("/") != folder:  # some stores list the folder itself too
+                paths += find_files(fs, entry["name"].rstrip("/"))
+    return paths
+
+
 class Store:
     """A folder of an object store. Names are relative to it, with slashes."""
 
@@ -52,6 +68,7 @@ class Store:
         """
         import fsspec
         from fsspec.implementations.local import LocalFileSystem
+        from fsspec.spec import AbstractFileSystem
 
         self.url = url.rstrip("/")
         try:
@@ -64,6 +81,8 @@ class Store:
                 " of this project, gs:// gcs, az:// azure (pip install -e '.[s3]')."
             ) from error
         self.is_local = isinstance(self.fs, LocalFileSystem)
+        is_generic = type(self.fs).find is AbstractFileSystem.find
+        self.find = partial(find_files, self.fs) if is_generic else self.fs.find
         if self.is_local:
             self.fs.auto_mkdir = True
 
@@ -92,7 +111,7 @@ class Store:
         paths: list[str] = []
         with suppress(FileNotFoundError), self._errors():
             self.fs.invalidate_cache()
-            paths = self.fs.find(f"{self.root}/{below}".rstrip("/"))
+            paths = self.find(f"{self.root}/{below}".rstrip("/"))
         names = [path[len(self.root) + 1 :] for path in paths]
         return [name for name in names if is_safe(name)]
 
