@@ -342,12 +342,14 @@ class Run:
             os.rename(self.folder / name, aside / name)
 
 
-def starts_over_now(config: Config) -> bool:
+def starts_over_now(config: Config, info: run_files.RunInfo | None = None) -> bool:
     """Return whether `--resume never` must move aside the run that is now in the folder.
 
     It must not do so if an earlier attempt of this launch, or of this Slurm job, began that run.
+    If `info` is given, it is used in place of the folder's run.json.
     """
-    begun_by, now = run_files.read_info(config.folder).begun_by or {}, attempts()
+    info = info or run_files.read_info(config.folder)
+    begun_by, now = info.begun_by or {}, attempts()
     is_later = any(begun_by[name] < now[name] for name in begun_by.keys() & now.keys())
     return config.resume == "never" and not is_later
 

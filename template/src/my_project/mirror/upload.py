@@ -26,6 +26,7 @@ from ..ranks import on_main_then_broadcast
 from ..run_files import checkpoint_step, checkpoints, write_status
 from .store import (
     FOLDERS,
+    FULL,
     IN_CHECKPOINT,
     Part,
     Store,
@@ -215,19 +216,26 @@ class Mirror:
     def collect_parts(self, temporary: Path) -> None:
         """Fetch the parts of a save from ranks on other nodes. Called by rank 0, repeatedly.
 
+        If a request fails, the next call tries again.
+
         Args:
             temporary: the folder of the save, on this node.
         """
         if self.run.is_shared or time.monotonic() < self._collected_at + COLLECT_SECONDS:
             return
         self._collected_at = time.monotonic()
-        names = self.store.names(f"{PARTS}/{temporary.name}")
-        for report in (name for name in names if not name.endswith(".safetensors")):
-            rank = report.rpartition(".")[2]
-            own = [name for name in names if f".{rank}." in name]
-            for name in (*own, report):
-                self.store.fetch(name, temporary / name.rpartition("/")[2])
-            self.store.remove(*own, report)
+        try:
+            names = self.store.names(f"{PARTS}/{temporary.name}")
+            for report in (name for name in names if not name.endswith(".safetensors")):
+                rank = report.rpartition(".")[2]
+                own = [name for name in names if f".{rank}." in name]
+                for name in (*own, report):
+                    self.store.fetch(name, temporary / name.rpartition("/")[2])
+                self.store.remove(*own, report)
+        except OSError as error:
+            if error.errno in FULL:
+                raise
+            logger.warning("the shards of other nodes cannot be fetched now: %s", error)
 
     # ---- the thread ------------------------------------------------------------------------------
     def _work(self) -> None:
