@@ -44,6 +44,10 @@ class TransientError(ConfigError):
     exit_code = 1
 
 
+# errors of storage that does not answer, so the same call may work later
+UNANSWERED = {errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.ENOTCONN, errno.EMFILE, errno.ENFILE}
+
+
 # ---- untrusted files -----------------------------------------------------------------------------
 MAX_BYTES = 1 << 28  # maximum size of a file that is read whole
 MAX_YAML_BYTES = 1 << 22  # a file of this size is parsed in about a second
@@ -195,10 +199,18 @@ def wait_until(condition: Callable[[], bool], seconds: float, poll_seconds: floa
 
 @contextmanager
 def writing(folder: Path, consequence: str = "") -> Iterator[None]:
-    """Turn an OSError of a write (folder read-only, disk full) into a ConfigError."""
+    """Turn an OSError of a write (folder read-only, disk full) into a ConfigError.
+
+    If the storage does not answer, it becomes a TransientError.
+    """
     try:
         yield
     except OSError as error:
+        if error.errno in UNANSWERED:
+            raise TransientError(
+                f"{folder} cannot be written to now ({error}){consequence}: start again; if the"
+                " error stays, check this storage."
+            ) from error
         raise ConfigError(
             f"{folder} cannot be written to ({error}){consequence}: free disk space there, get"
             " write permission, or choose another --runs_folder."

@@ -332,7 +332,8 @@ class Run:
         it is in the folder, the next attempt of this launch knows that it must move the rest.
         """
         names = {*os.listdir(self.folder)} - {"logs", ".lock"}
-        if names <= {"config.yaml", "status.json"}:  # left by an earlier begin() that was killed
+        # left by an earlier begin() that was killed
+        if names <= {"config.yaml", "starts", "status.json"}:
             return
         aside = files.unused_name(self.folder.resolve())  # on the same disk
         aside.mkdir()

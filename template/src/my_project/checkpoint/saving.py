@@ -192,7 +192,8 @@ class Checkpoints:
         The state is saved before the evaluation, so that a failed evaluation loses no step. The
         results go into the manifest, which is replaced atomically; no tensor is written again.
         """
-        if self.rank != 0:
+        # a checkpoint of this step in `folder` may be from another branch of the run
+        if self.rank != 0 or self._saved_step != state.evaluated_step:
             return
         saved = state.to_dict()
         folder = self.folder / f"step_{state.evaluated_step:08d}"
@@ -242,8 +243,9 @@ class Checkpoints:
             self.wait()  # until no job uses the buffers and the temporary folder
         if self.rank >= self.writers:
             return
-        temporary = folder.with_name(f".{folder.name}.partial")
-        parts = folder.with_name(f".{folder.name}_{self.run.step:08d}_{self.run.token}.partial")
+        stem = f".{folder.name}_{self.run.step:08d}_{self.run.token}"  # see `save`
+        temporary = folder.with_name(f"{stem}.partial")
+        parts = folder.with_name(f"{stem}.shards.partial")
         saved = self.folder / f"step_{self.run.step:08d}"
         shards = {} if is_saved or not weights else self._copy_to_host({"model": weights})
         failure: Exception | None = None
@@ -377,7 +379,7 @@ class Checkpoints:
             self.scaler.load_state_dict(scale)
         elif self.scaler or scale:
             logger.warning("%s has a different precision: its fp16 loss scale is not used", folder)
-        if folder.parent == self.folder:
+        if folder.parent.resolve() == self.folder.resolve():
             self._saved_step = state["step"]
         return state
 
