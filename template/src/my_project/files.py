@@ -60,13 +60,13 @@ def open_own(
     """Open a regular file of a run folder, in a binary mode.
 
     Somebody else may have made the folder: a link could lead to a file outside it, which a write
-    would change or create, and opening a pipe would block. The folder itself may be a link, and so
-    may the folders in it.
+    would change or create, and opening a pipe would block. Links are allowed for the folder itself
+    and for the folders in it.
 
     Args:
         path: the file.
         mode: a binary mode of `open`.
-        follow: whether to follow a link; for an export, since the Hub's cache consists of links.
+        follow: whether to follow a link, as for exports: the Hub's cache consists of links.
         buffering: as for `open`.
 
     Raises:
@@ -281,7 +281,7 @@ def read_yaml(path: Path, *, follow: bool = True) -> dict[str, Any]:
     except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
         raise ConfigError(f"{path} cannot be read: {' '.join(str(error).split())}.") from error
     if not isinstance(settings, dict):
-        raise ConfigError(f"{path} holds a {type(settings).__name__}, not named settings.")
+        raise ConfigError(f"{path} holds one {type(settings).__name__}, not named settings.")
     return settings
 
 

@@ -111,7 +111,7 @@ def find_damage(folder: Path, share: slice = slice(None)) -> str:
     except (ValueError, LookupError, TypeError, OSError) as error:
         if isinstance(error, OSError) and error.errno in UNANSWERED:
             return f"{UNREADABLE} ({error})"
-        return str(error).removesuffix(".")  # a FormatError is a sentence; callers go on after it
+        return str(error).removesuffix(".")  # of a FormatError: callers append text
 
 
 def try_saving(folder: Path) -> None:
@@ -148,7 +148,7 @@ def put_in_place(temporary: Path, folder: Path) -> None:
     # an unused name, since an older folder may remain: NFS keeps removed files that are still open
     before = unused_name(folder.with_name(f".{folder.name}"), "before")
     if folder.is_symlink() or folder.is_file():
-        os.replace(folder, unused_name(folder))  # no run made it, so it is kept
+        os.replace(folder, unused_name(folder))  # no run makes a link or file here: keep it
     elif folder.exists():
         os.replace(folder, before)
     try:
