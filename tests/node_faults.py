@@ -101,7 +101,7 @@ TIMES: dict[str, Callable[[Hosts], bool]] = {
     "save": lambda hosts: any(hosts.run_folder.glob("checkpoints/.step_00000040*.partial")),
     "evaluation": lambda hosts: (hosts.folder / "evaluates").exists() and hosts.steps() > 40,
     "end": lambda hosts: hosts.steps() >= STEPS - 1,
-    "export": lambda hosts: (hosts.run_folder / ".export.partial").exists(),
+    "export": lambda hosts: any(hosts.run_folder.glob(".export_*.partial")),
 }
 CASES = [
     *(NodeFault("power", (host,), back=back) for host in (1, 3) for back in (False, True)),

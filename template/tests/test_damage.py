@@ -1,5 +1,6 @@
 """A damaged run folder: only checkpoints and config.yaml decide whether a run continues."""
 
+import errno
 import json
 import os
 import shutil
@@ -210,6 +211,22 @@ def test_a_folder_is_replaced_whatever_is_in_its_place(tmp_path, kind):
     assert set(os.listdir(tmp_path)) == left
     if kind == "link":
         assert (tmp_path / "elsewhere/mine.txt").read_text() == "mine"
+
+
+def test_a_folder_that_cannot_be_replaced_stays(tmp_path, monkeypatch):
+    def fail(old: Path, new: Path) -> None:
+        if old.suffix == ".partial":
+            raise OSError(errno.EIO, "Input/output error")
+        replace(old, new)
+
+    replace = os.replace
+    monkeypatch.setattr(os, "replace", fail)
+    for name in ("export", ".export.partial"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "export/mine.txt").touch()
+    with pytest.raises(OSError, match="Input/output"):
+        manifests.put_in_place(tmp_path / ".export.partial", tmp_path / "export")
+    assert os.listdir(tmp_path / "export") == ["mine.txt"]
 
 
 # ---- a folder that cannot be written to ----------------------------------------------------------

@@ -165,6 +165,39 @@ def test_each_checkpoint_of_a_mirror_is_evaluated_one_copy_at_a_time(run, tmp_pa
     assert len(copies) == 1
 
 
+@pytest.mark.parametrize("failing", [1, 2, 3])
+def test_a_request_that_fails_ends_no_follower(run, tmp_path, monkeypatch, caplog, failing):
+    """Each manifest in the mirror is read once; a fetch that fails is repeated."""
+    from my_project.mirror.store import Store
+
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "tmp"))
+    monkeypatch.setattr(follow, "POLL_SECONDS", 0.01)
+    (tmp_path / "tmp").mkdir()
+    reads, looks = [], []
+
+    def read_json(store: Any, name: str) -> dict[str, Any]:
+        reads.extend([name] * ("/manifest.json" in name))
+        return read(store, name)
+
+    def fetch(store: Any, name: str, path: Path) -> None:
+        if len(looks) == failing:
+            raise OSError("a time-out")
+        get(store, name, path)
+
+    def look(results: follow.Evaluations) -> Any:
+        looks.append(1)
+        return look_(results)
+
+    read, get, look_ = Store.read_json, Store.fetch, follow.Evaluations.look
+    monkeypatch.setattr(Store, "read_json", read_json)
+    monkeypatch.setattr(Store, "fetch", fetch)
+    monkeypatch.setattr(follow.Evaluations, "look", look)
+    assert follow_folder(f"file://{run.folder}") == 0
+    assert [line["step"] for line in lines(run)] == [2, 4, 6]
+    assert caplog.text.count("a time-out") == 1
+    assert max(map(reads.count, reads)) <= 4, "by one look, by the fetch, and by one that failed"
+
+
 def test_hosts_that_follow_a_url_in_turn_keep_each_others_lines(run, tmp_path, monkeypatch):
     """The first one comes back with its older copy of the file; a checkpoint is gone meanwhile."""
     saved = checkpoints(run.folder)

@@ -2,6 +2,7 @@
 
 import errno
 import hashlib
+import io
 import json
 import os
 import random
@@ -374,6 +375,30 @@ def test_an_upload_whose_checkpoint_a_save_removes_removes_no_other(tmp_path, mo
     assert not newest.exists(), "the case that is tested"
 
 
+def test_a_request_for_the_shards_of_other_nodes_is_repeated(tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr(upload, "COLLECT_SECONDS", 0)
+    run = SimpleNamespace(config=mirrored(tmp_path), is_shared=False)
+    mirror, temporary = upload.Mirror(SimpleNamespace(run=run)), tmp_path / "step"
+    for name in ("model.rank_00001.safetensors", "written.rank_00001"):
+        mirror.store.write(f"parts/step/{name}", b"")
+    read = FaultyStore.get_file
+    errors = [OSError(errno.ENOSPC, "No space left on device"), OSError("a time-out")]
+
+    def get_file(*arguments, **options):
+        if errors:
+            raise errors.pop()
+        read(*arguments, **options)
+
+    monkeypatch.setattr(FaultyStore, "get_file", get_file)
+    mirror.collect_parts(temporary)
+    assert "a time-out" in caplog.text
+    with pytest.raises(OSError, match="No space left"):
+        mirror.collect_parts(temporary)
+    mirror.collect_parts(temporary)
+    assert len([*temporary.iterdir()]) == 2
+    assert mirror.store.names("parts") == []
+
+
 # ---- whose mirror it is --------------------------------------------------------------------------
 def superseded(config) -> str:
     def take_over() -> None:
@@ -417,6 +442,7 @@ def test_never_moves_the_run_of_a_lost_disk_aside(tmp_path, uninterrupted):
     before = tree_of(at_mirror(config))
     lose_disk(config)
     assert run_world(1, train_with, "none 0 0", change(config, resume="never")) == [0]
+    assert [path.name for path in config.folder.parent.glob("here*")] == ["here"], "not fetched"
     assert status(config)["from_step"] == 0
     assert_same_run(config, uninterrupted)
     assert tree_of(at_mirror(config).with_name("here.old-1")) == before
@@ -524,6 +550,53 @@ def test_a_copy_follows_what_the_mirror_replaces(tmp_path, monkeypatch):
     with pytest.raises(ConfigError, match=r"No space left.*: free disk space") as error:
         local_folder(url)
     assert not isinstance(error.value, TransientError), "another try fails too"
+
+
+@pytest.mark.parametrize("part_is_lost", [False, True])
+def test_parts_that_an_upload_merges_during_a_fetch_are_listed_again(tmp_path, part_is_lost):
+    parts = [b'{"step": 1}\n', b'{"step": 2}\n']
+    mirror = store.Store(f"file://{tmp_path}/mirror")
+
+    def write(number: int, begin: int, content: bytes) -> str:
+        digest = hashlib.sha256(content).hexdigest()
+        part = store.Part(number=number, begin=begin, size=len(content), digest=digest)
+        mirror.write(part.name, content)
+        return part.name
+
+    names = [write(1, 0, parts[0]), write(2, len(parts[0]), parts[1])]
+    read = mirror.read
+
+    def merge(name: str) -> bytes:
+        if part_is_lost:
+            raise FileNotFoundError(name)
+        if (tmp_path / "mirror" / names[1]).exists():
+            write(3, 0, b"".join(parts))
+            mirror.remove(*names)
+        return read(name)
+
+    mirror.read = merge
+    if part_is_lost:
+        with pytest.raises(FileNotFoundError):
+            download._fetch_metrics(mirror, tmp_path / "metrics.jsonl")
+        return
+    download._fetch_metrics(mirror, tmp_path / "metrics.jsonl")
+    assert (tmp_path / "metrics.jsonl").read_bytes() == b"".join(parts)
+
+
+def test_lines_that_a_full_disk_cuts_off_are_not_uploaded(tmp_path, caplog):
+    class Full(io.FileIO):
+        def write(self, data):
+            return super().write(data[: len(data) // 2])
+
+    theirs = tmp_path / "mirror/evaluations.jsonl"
+    theirs.parent.mkdir()
+    theirs.write_text("first\nsecond\n")
+    (tmp_path / "own").write_text("first\nthird\n")
+    with Full(tmp_path / "own", "a+") as file:
+        download.exchange_evaluations(f"file://{theirs.parent}", file)
+    assert theirs.read_text() == "first\nsecond\n"
+    assert (tmp_path / "own").read_text() == "first\nthird\n"
+    assert "No space left on device" in caplog.text
 
 
 @pytest.mark.parametrize("name", ["../x", "a/../../x", "/x", "a//x", "a\\..\\x", ".", ""])

@@ -159,9 +159,17 @@ def test_a_changed_config_is_refused_with_the_keys_and_two_remedies(tmp_path):
 
 
 def test_resume_from_a_path_that_is_not_a_checkpoint_is_refused(tmp_path):
-    sentence = r"nowhere cannot be used: it has no manifest.*; give .* checkpoint, auto or never"
-    with pytest.raises(ConfigError, match=sentence):
-        train(make_config(tmp_path, resume=str(tmp_path / "nowhere")))
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other/run.json").touch()
+    for name, problem in {
+        "nowhere": "it does not exist",
+        "other": "it is a run folder; the checkpoints of a run are in its checkpoints/",
+        "empty": "it has no manifest.json, so it was never completed",
+    }.items():
+        sentence = f"{name} cannot be used: {problem}; give another checkpoint, auto or never"
+        with pytest.raises(ConfigError, match=sentence):
+            train(make_config(tmp_path, resume=str(tmp_path / name)))
 
 
 def open_run(config: Config) -> None:

@@ -152,6 +152,18 @@ def test_a_path_whose_checkpoint_does_not_fit_moves_nothing_aside(copied, tmp_pa
     assert folder_of(copied, 10).is_dir()
 
 
+def test_an_evaluation_is_not_added_to_a_checkpoint_of_another_branch(copied, tmp_path):
+    own, other = folder_of(copied, 4), tmp_path / "other/step_00000004"
+    shutil.copytree(own, other)
+    saver = make_checkpoints(change(copied, resume=str(other)))
+    before = manifests.read_manifest(own)
+    for folder, is_added in ((other, False), (own, True)):
+        saver.load(folder)
+        saver.add_evaluation(TrainState(step=4, evaluated_step=4, best=0.25))
+        saver.wait()
+        assert (manifests.read_manifest(own) != before) == is_added
+
+
 def write_manifest(folder: Path, **changed: object) -> None:
     content = manifests.read_manifest(folder)
     listed = {name: sha256((folder / name).read_bytes()).hexdigest() for name in content["files"]}
@@ -235,6 +247,22 @@ def test_a_kill_while_a_run_is_moved_aside_loses_no_record(copied, monkeypatch, 
     assert train(copied) == 0
     aside = copied.folder.with_name(f"{copied.run_name}.old-1")
     assert (aside / "metrics.jsonl").read_bytes() == before
+
+
+def test_a_begin_that_was_killed_leaves_nothing_to_move_aside(tmp_path, monkeypatch):
+    config = make_config(tmp_path, resume="never")
+
+    def kill(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, closing(Run(config, 0)) as run:
+        patch.setattr(run, "write_status", kill)
+        with pytest.raises(KeyboardInterrupt):
+            run.begin()
+    assert (config.folder / "starts").is_dir()
+    with closing(Run(config, 0)) as run:
+        run.begin()
+    assert os.listdir(tmp_path) == [config.run_name]
 
 
 def test_a_run_of_another_version_is_refused_and_left_as_it_is(copied):
@@ -824,6 +852,18 @@ def test_a_launch_goes_on_if_the_storage_of_its_lock_does_not_answer_for_a_momen
 
         monkeypatch.setattr(os.path, "samefile", fail)
         run.check_lock()
+
+
+@pytest.mark.parametrize(("number", "code"), [(errno.ESTALE, 1), (errno.ENOSPC, 2)])
+def test_a_start_is_tried_again_if_its_storage_does_not_answer(tmp_path, monkeypatch, number, code):
+    def fail(*_: object) -> None:
+        raise OSError(number, os.strerror(number))
+
+    with closing(Run(make_config(tmp_path), 0)) as run:
+        monkeypatch.setattr("my_project.files.write_atomically", fail)
+        with pytest.raises(ConfigError, match="cannot be written to") as error:
+            run.begin()
+    assert error.value.exit_code == code
 
 
 class Typed(Ragged):

@@ -44,6 +44,14 @@ class NoLength:
         return index
 
 
+class Counting(torch.nn.Identity):
+    def get_extra_state(self) -> Any:
+        return torch.tensor(3)
+
+    def set_extra_state(self, state: Any) -> None:
+        pass
+
+
 # ---- what the methods return ---------------------------------------------------------------------
 @Recipe
 class Wrong(Ragged):
@@ -80,6 +88,8 @@ class Wrong(Ragged):
             return wrong[self.wrong]
         if self.wrong == "sparse":
             model.register_buffer("adjacency", torch.eye(3).to_sparse())
+        if self.wrong == "extra":
+            model = torch.nn.Sequential(Counting(), model)
         if self.wrong == "mask":
             model.register_buffer("mask", torch.full((3, 3), -torch.inf).triu(1))
         return model
@@ -128,6 +138,7 @@ class Wrong(Ragged):
         ("build_datasets", "empty", "returned an empty validation set held_out"),
         ("build_datasets", "no index", "as held_out, which has no index"),
         ("build_model", "sparse", "has the sparse buffer adjacency, which neither a checkpoint"),
+        ("build_model", "extra", "has the extra state 0._extra_state, which a checkpoint does not"),
         ("build_model", "mask", "has the buffer mask, whose values are not finite"),
         ("loss", "one value", "it must return (loss_sum, num_items)"),
         ("loss", "negative", ", -1); it must return (loss_sum, num_items)"),

@@ -123,13 +123,17 @@ def build_model(config: Config, data_info: DataInfo) -> nn.Module:
     """Call the recipe's build_model, with the random state that follows from the config's seed.
 
     Raises:
-        ConfigError: it did not return a model; or the model has a sparse buffer, or a buffer to be
-            saved whose values are not finite, such as a mask of -inf.
+        ConfigError: it did not return a model; or the model has extra state, a sparse buffer, or a
+            buffer to be saved whose values are not finite, such as a mask of -inf.
     """
     seed_model(config.seed)
     model = config.recipe.build_model(data_info)
     check_model(config.recipe, "build_model", model)
     saved = model.state_dict()
+    for name in saved:
+        if name.rpartition(".")[2] == "_extra_state":
+            problem = f"has the extra state {name}, which a checkpoint does not hold"
+            refuse(config.recipe, "build_model", f"{problem}: keep it in buffers.")
     for name, buffer in model.named_buffers():
         if buffer.layout != torch.strided and (name in saved or world()[0] > 1):
             problem = f"has the sparse buffer {name}, which neither a checkpoint nor DDP can hold"

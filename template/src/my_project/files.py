@@ -44,6 +44,10 @@ class TransientError(ConfigError):
     exit_code = 1
 
 
+# errors of storage that does not answer, so the same call may work later
+UNANSWERED = {errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.ENOTCONN, errno.EMFILE, errno.ENFILE}
+
+
 # ---- untrusted files -----------------------------------------------------------------------------
 MAX_BYTES = 1 << 28  # maximum size of a file that is read whole
 MAX_YAML_BYTES = 1 << 22  # a file of this size is parsed in about a second
@@ -56,13 +60,13 @@ def open_own(
     """Open a regular file of a run folder, in a binary mode.
 
     Somebody else may have made the folder: a link could lead to a file outside it, which a write
-    would change or create, and opening a pipe would block. The folder itself may be a link, and so
-    may the folders in it.
+    would change or create, and opening a pipe would block. Links are allowed for the folder itself
+    and for the folders in it.
 
     Args:
         path: the file.
         mode: a binary mode of `open`.
-        follow: whether to follow a link; for an export, since the Hub's cache consists of links.
+        follow: whether to follow a link, as for exports: the Hub's cache consists of links.
         buffering: as for `open`.
 
     Raises:
@@ -195,10 +199,18 @@ def wait_until(condition: Callable[[], bool], seconds: float, poll_seconds: floa
 
 @contextmanager
 def writing(folder: Path, consequence: str = "") -> Iterator[None]:
-    """Turn an OSError of a write (folder read-only, disk full) into a ConfigError."""
+    """Turn an OSError of a write (folder read-only, disk full) into a ConfigError.
+
+    If the storage does not answer, it becomes a TransientError.
+    """
     try:
         yield
     except OSError as error:
+        if error.errno in UNANSWERED:
+            raise TransientError(
+                f"{folder} cannot be written to now ({error}){consequence}: start again; if the"
+                " error stays, check this storage."
+            ) from error
         raise ConfigError(
             f"{folder} cannot be written to ({error}){consequence}: free disk space there, get"
             " write permission, or choose another --runs_folder."
@@ -269,7 +281,7 @@ def read_yaml(path: Path, *, follow: bool = True) -> dict[str, Any]:
     except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
         raise ConfigError(f"{path} cannot be read: {' '.join(str(error).split())}.") from error
     if not isinstance(settings, dict):
-        raise ConfigError(f"{path} holds a {type(settings).__name__}, not named settings.")
+        raise ConfigError(f"{path} holds one {type(settings).__name__}, not named settings.")
     return settings
 
 

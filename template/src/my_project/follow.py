@@ -162,8 +162,8 @@ class Evaluations:
     run: Path
     config: Config
     done: set[str] = field(default_factory=set)  # Checkpoint.weights of evaluated checkpoints
-    # Checkpoint.weights of checkpoints that were considered for a fetch, also of damaged ones
-    fetched: set[str] = field(default_factory=set)
+    seen: set[tuple[str, int]] = field(default_factory=set)  # see fetch_next
+    problem: str = ""  # why the last fetch failed; "" if it did not
     settled: set[Version] = field(default_factory=set)  # checkpoints that need not be read again
     file: IO[bytes] = field(init=False)  # only on rank 0
 
@@ -217,7 +217,14 @@ class Evaluations:
         Raises:
             TransientError: the run was started over, so its config may differ.
         """
-        fetch_next(self.given, self._is_new)  # from a mirror
+        try:
+            fetch_next(self.given, self._is_new, self.seen)  # from a mirror
+            self.problem = ""
+        except TransientError as error:  # the next call tries again
+            if self.problem != str(error):
+                logger.warning("%s", error)
+            self.problem = str(error)
+            return None, False
         is_same_file = False
         with suppress(OSError):
             is_same_file = os.path.samefile(self.path, self.file.fileno())
@@ -238,10 +245,8 @@ class Evaluations:
         return None, is_finished
 
     def _is_new(self, hashes: dict[str, str]) -> bool:
-        """Return whether a checkpoint was neither evaluated nor passed to this method before."""
-        is_new = (digest := digest_files(hashes)) not in self.done | self.fetched
-        self.fetched.add(digest)
-        return is_new
+        """Return whether a checkpoint has no line."""
+        return digest_files(hashes) not in self.done
 
     def note(
         self, checkpoint: Checkpoint, problem: str, values: dict[str, float], seconds: float

@@ -4,16 +4,17 @@ A folder is written under a temporary name, flushed to disk, given a manifest wi
 file, and renamed. So a folder under its final name is complete, and damage is detected.
 """
 
-import errno
 import hashlib
 import json
 import os
 import shutil
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NotRequired, TypedDict
 
 from .files import (
+    UNANSWERED,
     FormatError,
     Json,
     discard,
@@ -28,7 +29,6 @@ from .run_files import checkpoint_step
 
 FORMAT = 1  # the format of checkpoints
 UNREADABLE = "cannot be read now"  # see find_damage
-UNANSWERED = {errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.ENOTCONN, errno.EMFILE, errno.ENFILE}
 HASHING_THREADS = 4
 
 
@@ -58,6 +58,10 @@ def read_manifest(folder: Path) -> Manifest:
         OSError: the manifest cannot be read.
     """
     path = folder / "manifest.json"
+    if not folder.exists():
+        raise ValueError("it does not exist")
+    if (folder / "run.json").is_file():
+        raise ValueError("it is a run folder; the checkpoints of a run are in its checkpoints/")
     if not path.is_file():
         raise ValueError("it has no manifest.json, so it was never completed")
     try:
@@ -107,7 +111,7 @@ def find_damage(folder: Path, share: slice = slice(None)) -> str:
     except (ValueError, LookupError, TypeError, OSError) as error:
         if isinstance(error, OSError) and error.errno in UNANSWERED:
             return f"{UNREADABLE} ({error})"
-        return str(error).removesuffix(".")  # a FormatError is a sentence; callers go on after it
+        return str(error).removesuffix(".")  # of a FormatError: callers append text
 
 
 def try_saving(folder: Path) -> None:
@@ -144,9 +148,14 @@ def put_in_place(temporary: Path, folder: Path) -> None:
     # an unused name, since an older folder may remain: NFS keeps removed files that are still open
     before = unused_name(folder.with_name(f".{folder.name}"), "before")
     if folder.is_symlink() or folder.is_file():
-        os.replace(folder, unused_name(folder))  # no run made it, so it is kept
+        os.replace(folder, unused_name(folder))  # no run makes a link or file here: keep it
     elif folder.exists():
         os.replace(folder, before)
-    os.replace(temporary, folder)
+    try:
+        os.replace(temporary, folder)
+    except OSError:
+        with suppress(OSError):
+            os.replace(before, folder)
+        raise
     flush_to_disk(folder.parent)
     discard(before)

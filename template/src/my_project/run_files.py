@@ -37,7 +37,7 @@ MAX_STEP = 2**53  # a float represents every smaller step exactly
 
 @dataclass(frozen=True, kw_only=True)
 class Status:
-    """The content of status.json, "" as outcome if it is missing or damaged.
+    """The content of status.json; if the file is missing or damaged, the outcome is "".
 
     A field whose value has a wrong type gets its default.
     """
@@ -67,7 +67,7 @@ class Status:
 
 @dataclass(frozen=True, kw_only=True)
 class RunInfo:
-    """The content of run.json, "" as launch if it is missing or damaged.
+    """The content of run.json; if the file is missing or damaged, `launch` is "".
 
     A field whose value has a wrong type gets its default.
     """
@@ -115,7 +115,10 @@ class Record:
         return self.step < 0
 
     def number(self, name: str, default: float = math.nan) -> float:
-        """Return a value by name; the default if it is not a number (null: it was not finite)."""
+        """Return a value by name, or the default if it is not a number.
+
+        A value that was not finite is stored as null.
+        """
         value = self.values.get(name)
         return value if is_number(value) else default
 
@@ -193,7 +196,7 @@ def read_failures(paths: Iterable[Path]) -> list[Failure]:
 
 
 def lock_path(folder: Path) -> Path:
-    """Return the lock file, which is in the run folder: the folder may have several paths."""
+    """Return the lock file, which is in the run folder so that all paths of it share one lock."""
     return folder / ".lock"
 
 
@@ -262,7 +265,7 @@ def parse_record(line: bytes) -> Record:
 
 
 def flat(settings: Mapping[str, Json], prefix: str = "") -> dict[str, Json]:
-    """Return settings by dotted name, those of a recipe as on the command line: recipe.width."""
+    """Return settings by dotted name; those of a recipe as on the command line: recipe.width."""
     named: dict[str, Json] = {}
     for key, value in settings.items():
         name = f"{prefix}{key}"  # an untrusted key may be a number
@@ -289,7 +292,7 @@ def checkpoints(run_folder: Path) -> list[Path]:
 
 
 def read_errors(folder: Path, launch: str) -> list[Failure]:
-    """Read the error files of a launch (its token) from a run folder."""
+    """Read the error files of the launch with this token from a run folder."""
     paths = (folder / "errors").glob("*_rank_*_step_*.json")
     return [failure for failure in read_failures(paths) if failure.launch == launch]
 

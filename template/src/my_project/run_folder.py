@@ -55,7 +55,7 @@ class Run:
         self.total_steps = 0  # 0 until the data is known
         self.step = 0  # steps done, for failure reports
         self.progress_time: float | None = None  # when progress was last noted
-        self.is_stepping = False  # whether that was the end of a step: the short limit applies
+        self.is_stepping = False  # whether that was the end of a step: a shorter limit now applies
         self.is_loss_a_sum = True  # False once checks/recipe.py finds that it is not
         self.when_loss_is_no_sum: Callable[[], None] = lambda: None  # called when it finds this
         self.first_step_time: float | None = None  # when the first step of this start ended
@@ -110,7 +110,7 @@ class Run:
         if not self.is_current:
             return
         before = self.status() if self.rank else None  # rank 0 knows trackers and warnings
-        trackers = before.trackers if before else dict(self.trackers)  # a late one may add itself
+        trackers = before.trackers if before else dict(self.trackers)  # a thread may add one now
         status = Status(
             outcome=outcome,
             step=self.step if failure is None else failure.step or 0,
@@ -230,7 +230,8 @@ class Run:
                 **provenance(inspect.getsourcefile(type(self.config.recipe))),
             )
             text = json.dumps(asdict(info), indent=1) + "\n"
-            self.write_status("running")  # last, since a write before it may fail
+            # after the other writes, which may fail, and before run.json, which begins the start
+            self.write_status("running")
             files.write_atomically(self.folder / "run.json", text)
             self.token = token
         return token
@@ -248,7 +249,7 @@ class Run:
     def sees(self, token: str) -> bool:
         """Return whether this rank sees the run.json into which rank 0 wrote this launch's token.
 
-        A network file system has 20 seconds to show the file.
+        A network file system has 20 seconds to show the file, a folder on another disk 1 second.
         """
         self.token = token
         seconds = 20.0
@@ -279,7 +280,7 @@ class Run:
         except BlockingIOError:
             with lock:
                 lock.seek(0)
-                holder = lock.read(300).decode(errors="replace").strip()
+                holder = lock.read(300).decode(errors="replace").strip() or "another process"
             raise files.TransientError(
                 f"{self.folder} is in use by {holder}: wait for it, end it, or choose another"
                 " --run_name."
@@ -327,12 +328,13 @@ class Run:
         The logs of all launches stay, since those of this launch, on any node, are being written.
 
         The order ensures that a kill never leaves a partial run that looks whole: first the
-        outcome; then the records, since a start that finds no checkpoints would drop them; then the
+        outcome; then the records: without its checkpoints, a start would drop them; then the
         checkpoints and the export, from which a start would continue. run.json is moved last: while
         it is in the folder, the next attempt of this launch knows that it must move the rest.
         """
         names = {*os.listdir(self.folder)} - {"logs", ".lock"}
-        if names <= {"config.yaml", "status.json"}:  # left by an earlier begin() that was killed
+        # left by an earlier begin() that was killed
+        if names <= {"config.yaml", "starts", "status.json"}:
             return
         aside = files.unused_name(self.folder.resolve())  # on the same disk
         aside.mkdir()
@@ -342,12 +344,14 @@ class Run:
             os.rename(self.folder / name, aside / name)
 
 
-def starts_over_now(config: Config) -> bool:
+def starts_over_now(config: Config, info: run_files.RunInfo | None = None) -> bool:
     """Return whether `--resume never` must move aside the run that is now in the folder.
 
     It must not do so if an earlier attempt of this launch, or of this Slurm job, began that run.
+    If `info` is given, it is used in place of the folder's run.json.
     """
-    begun_by, now = run_files.read_info(config.folder).begun_by or {}, attempts()
+    info = info or run_files.read_info(config.folder)
+    begun_by, now = info.begun_by or {}, attempts()
     is_later = any(begun_by[name] < now[name] for name in begun_by.keys() & now.keys())
     return config.resume == "never" and not is_later
 

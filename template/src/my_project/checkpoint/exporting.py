@@ -13,7 +13,6 @@ A recipe may write other files than model.safetensors (recipe.py). weights.py re
 import json
 from pathlib import Path
 
-import torch
 from torch import Tensor, nn
 
 from .. import contract
@@ -37,9 +36,9 @@ def export(
 
     The tensors are read one at a time from the files of a checkpoint (Checkpoints.replace_export);
     for best/, this happens while training continues. If a recipe's `export` returns no tensors, it
-    writes all files itself. This function then returns only after `export` has, because `export`
-    may draw random numbers and read the model, which training changes. If the model is sharded,
-    `export` gets an unsharded copy.
+    writes all files itself. This function then waits for it, since `export` may draw random numbers
+    and read the model, which training would change. If the model is sharded, the call that writes
+    the files gets an unsharded copy.
 
     Args:
         run: the run and its folder.
@@ -78,10 +77,8 @@ def export(
 
     def write(folder: Path, read: Read) -> None:
         def value(key: str) -> Tensor:
-            tensor = weights[key]  # an empty tensor has no shard
-            if not tensor.numel():
-                return torch.empty(tensor.shape, dtype=tensor.dtype)
-            return read(key).to(tensor.dtype)  # the run may have been sharded before, in float32
+            # the run may have been sharded before, in float32
+            return read(key).to(weights[key].dtype)
 
         if not needs_whole:
             stored = in_file_order({key: weights[key] for key in weights if key not in aliases})

@@ -28,9 +28,9 @@ logger = logging.getLogger(__name__)
 def choose(accelerator: Accelerator, run: Run) -> Path | None:
     """Return the checkpoint to continue from; None to start from step 0. Called by every rank.
 
-    This is the newest intact checkpoint of the run. With --resume <path>, the run begins at the
-    checkpoint at that path. So this is then the newest intact checkpoint of a run that began there
-    or, if the run folder has none, the checkpoint at the path itself.
+    This is the newest intact checkpoint of the run. With --resume <path>, it is the newest intact
+    checkpoint of the run that descends from the checkpoint at that path or, if there is none, the
+    checkpoint at the path.
 
     Raises:
         ConfigError: the checkpoint at the path is damaged.
@@ -40,7 +40,7 @@ def choose(accelerator: Accelerator, run: Run) -> Path | None:
     if run.is_first_on_disk:
         clean_up(run.folder)
     candidates = on_main_then_broadcast(accelerator, find)
-    candidates = in_every_folder(accelerator, run, candidates, find)  # with a mirror, nodes differ
+    candidates = in_every_folder(accelerator, run, candidates, find)  # with a mirror
     for folder in candidates:
         problem = find_damage_together(accelerator, folder, is_shared=run.is_shared)
         if not problem:
@@ -155,7 +155,10 @@ def kept_steps(
 
 
 def remove(folder: Path) -> None:
-    """Remove a checkpoint, unless it contains files that are not in its manifest."""
+    """Remove a checkpoint, unless it contains files that are not in its manifest.
+
+    A checkpoint whose manifest cannot be used is kept too.
+    """
     try:
         listed = read_manifest(folder)["files"].keys() | {"manifest.json"}
     except ValueError:

@@ -2,7 +2,8 @@
 
     checkpoints/step_00000100/
       model.safetensors        with the keys of the plain module, without wrappers
-      optimizer.safetensors    "<parameter>/<slot>", independent of the world size
+      optimizer.safetensors    "<parameter>/<slot>" and "/<group>/<setting>", independent of the
+                               world size
       ema.safetensors          the EMA weights, if optim.ema_decay is set
       manifest.json            written last: the SHA-256 of each file, and the rest of the state:
                                the step, the optimizer's settings and numbers, the results of
@@ -192,14 +193,15 @@ class Checkpoints:
         The state is saved before the evaluation, so that a failed evaluation loses no step. The
         results go into the manifest, which is replaced atomically; no tensor is written again.
         """
-        if self.rank != 0:
+        # a checkpoint of this step in `folder` may be from another branch of the run
+        if self.rank != 0 or self._saved_step != state.evaluated_step:
             return
         saved = state.to_dict()
         folder = self.folder / f"step_{state.evaluated_step:08d}"
 
         def write() -> None:
             if "best" in self.failures and saved["best_step"] == saved["evaluated_step"]:
-                return  # so that a run resumed from here evaluates again
+                return  # without these results, a run resumed from here evaluates again
             try:
                 content = read_manifest(folder)
             except ValueError:  # no checkpoint was saved at this step
@@ -222,8 +224,9 @@ class Checkpoints:
     ) -> None:
         """Replace best/ or export/ once the previous jobs have ended. Called by every rank.
 
-        The weights are read from the checkpoint of this step. If there is none, each rank's thread
-        first writes the rank's shards to a temporary folder, without a collective, as a save does.
+        The weights are read from the checkpoint of this step. If there is none, or if it lacks some
+        of the weights, each rank's thread first writes the rank's shards to a temporary folder,
+        without a collective, as a save does.
 
         Args:
             folder: best/ or export/.
@@ -237,13 +240,14 @@ class Checkpoints:
         has_failed = self.writers == 1 and "checkpoint" in self.failures
         is_of_step = self._saved_step == self.run.step and not has_failed
         is_saved = is_of_step and None not in saved_names.values()
-        is_saved &= not has_two_views(self.optimizer)  # its checkpoints hold the trained weights
+        is_saved &= not has_two_views(self.optimizer)  # they hold the weights of train()
         if not is_saved:
             self.wait()  # until no job uses the buffers and the temporary folder
         if self.rank >= self.writers:
             return
-        temporary = folder.with_name(f".{folder.name}.partial")
-        parts = folder.with_name(f".{folder.name}_{self.run.step:08d}_{self.run.token}.partial")
+        stem = f".{folder.name}_{self.run.step:08d}_{self.run.token}"  # see `save`
+        temporary = folder.with_name(f"{stem}.partial")
+        parts = folder.with_name(f"{stem}.shards.partial")
         saved = self.folder / f"step_{self.run.step:08d}"
         shards = {} if is_saved or not weights else self._copy_to_host({"model": weights})
         failure: Exception | None = None
@@ -288,7 +292,7 @@ class Checkpoints:
         before = self._thread
 
         def work() -> None:
-            torch.set_num_threads(1)  # not for threads that run already: training keeps its cores
+            torch.set_num_threads(1)  # for new threads only: training keeps its threads
             if sys.platform == "linux":
                 os.nice(NICENESS)
             if before:
@@ -301,7 +305,7 @@ class Checkpoints:
                 if kind == "checkpoint":
                     self._first_failed = -math.inf
             except Exception as error:
-                self.note = f"{name} could not be saved: {error}"
+                self.note = f"{name} could not be saved: {error}".removesuffix(".")
                 logger.error("%s. The earlier files are unchanged.", self.note)
                 self.failures[kind] = error
                 # SafetensorError may come from a recipe's export, ConfigError from a TensorReader
@@ -377,7 +381,7 @@ class Checkpoints:
             self.scaler.load_state_dict(scale)
         elif self.scaler or scale:
             logger.warning("%s has a different precision: its fp16 loss scale is not used", folder)
-        if folder.parent == self.folder:
+        if folder.parent.resolve() == self.folder.resolve():
             self._saved_step = state["step"]
         return state
 

@@ -180,6 +180,7 @@ class TensorReader:
         Raises:
             ConfigError: there is no file of this kind, or one is missing or damaged.
             ValueError: `listed` is None, and the checkpoint's manifest is damaged.
+            OSError: `listed` is None, and the folder cannot be read.
         """
         self.folder = folder
         self.kind = kind
@@ -312,7 +313,10 @@ def optimizer_state(
             groups.append(rest | {"params": [names[id(p)] for p in group["params"]]})
         for parameter, values in optimizer.state.items():
             if id(parameter) not in names:
-                raise TypeError(f"its state holds {parameter!r}, not one of the model's parameters")
+                shape = tuple(parameter.shape)
+                raise TypeError(
+                    f"its state has a parameter of shape {shape} that is not the model's"
+                )
             for slot, value in values.items():
                 key = f"{names[id(parameter)]}/{slot}"
                 slots[key] = pack(value, key, tensors, is_sharded=isinstance(parameter, DTensor))
@@ -387,6 +391,9 @@ def load_optimizer(
         folder: the checkpoint, for error messages.
         saved: the groups and slots.
         slots: reads their tensors; None if there are none.
+
+    Raises:
+        ConfigError: the optimizer has other groups, or a tensor cannot be read.
     """
     groups = [[names[id(p)] for p in group["params"]] for group in optimizer.param_groups]
     if groups != [group["params"] for group in saved["groups"]]:
@@ -407,7 +414,7 @@ def load_optimizer(
             return value
         else:  # fused kernels need the slots in the memory order of the weight
             copy = torch.empty_like(parameter, dtype=value.dtype, device="cpu")
-        return copy.copy_(value)  # in aligned memory: alignment, too, changes a product's rounding
+        return copy.copy_(value)  # `value` may not be aligned, which changes rounding too
 
     state: dict[int, dict[str, Any]] = {}
     for key, value in saved["slots"].items():

@@ -1,8 +1,10 @@
 """Fetch from a run's mirror what its folder lacks, before a start or for a command."""
 
+import errno
 import hashlib
 import json
 import logging
+import os
 import re
 import socket
 import sys
@@ -19,6 +21,7 @@ from ..config import Config
 from ..files import (
     ConfigError,
     discard,
+    from_object,
     read_json,
     read_own,
     temporary_folder,
@@ -29,8 +32,8 @@ from ..files import (
 from ..loading.prepare import first_alone, until_all_are_done
 from ..manifest import find_damage, put_in_place
 from ..ranks import gather_on_main, on_main_then_broadcast
-from ..run_files import checkpoint_step, checkpoints, read_info
-from ..run_folder import Run
+from ..run_files import RunInfo, checkpoint_step, checkpoints, read_info
+from ..run_folder import Run, starts_over_now
 from .store import (
     FOLDERS,
     PARTIAL,
@@ -68,7 +71,7 @@ def fetch_from_mirror(config: Config) -> None:
         )
     store, folder = Store(url_of(config)), Path(config.runs_folder)
     with until_all_are_done(folder, f"{config.run_name}.fetch"):
-        fetch_in_turn(store, config.folder, starts_over=config.resume == "never")
+        fetch_in_turn(store, config.folder, config=config)
 
 
 def fetch_in_turn(store: Store, folder: Path, **options: Any) -> None:
@@ -84,7 +87,7 @@ def fetch_run(
     store: Store,
     folder: Path,
     *,
-    starts_over: bool = False,
+    config: Config | None = None,
     is_copy: bool = False,
     only: int | None = None,
 ) -> None:
@@ -96,7 +99,7 @@ def fetch_run(
     Args:
         store: the mirror.
         folder: the run folder, or the path that it will have.
-        starts_over: whether `--resume never` was given.
+        config: the config of the run that starts; None for a command.
         is_copy: whether the folder is a copy, in which nothing is trained.
         only: the step of the only checkpoint to fetch; None: fetch the newest intact one.
 
@@ -106,14 +109,16 @@ def fetch_run(
     names, local = store.names(), read_info(folder)
     if "run.json" not in names:
         return
-    remote = str(store.read_json("run.json").get("run"))
-    if is_copy and local.run != remote:
+    remote = from_object(RunInfo, store.read_json("run.json"), is_strict=False)
+    if config and starts_over_now(config, remote):  # both will be moved aside
+        return
+    if is_copy and local.run != remote.run:
         discard(folder)
-    elif local.run not in ("", remote):
-        if starts_over:  # an earlier start was killed between moving one aside and the other
+    elif local.run not in ("", remote.run):
+        if config and config.resume == "never":  # this disk holds an older run: Run.begin moves it
             return
         raise ConfigError(
-            f"{store.url} holds run {remote}, but {folder} holds run {local.run}: choose"
+            f"{store.url} holds run {remote.run}, but {folder} holds run {local.run}: choose"
             " another --run_name, or --resume never, which moves both aside."
         )
     if is_copy:
@@ -142,7 +147,7 @@ def fetch_run(
         _fetch_text(store, folder / "evaluations.jsonl")
     codes = [name for name in names if re.fullmatch(r"starts/[\w.-]+/[\w.-]+", name)]
     transfer(store.fetch, codes, map(folder.joinpath, codes))
-    _fetch_metrics(store, folder / "metrics.jsonl", chain(parts_among(names)))
+    _fetch_metrics(store, folder / "metrics.jsonl")
     any(_fetch_checkpoint(store, folder, names, step) for step in newer)  # the newest intact one
     _fetch_text(store, folder / "run.json")
 
@@ -192,10 +197,23 @@ def _fetch_text(store: Store, path: Path) -> None:
     write_atomically(path, text)
 
 
-def _fetch_metrics(store: Store, path: Path, parts: list[Part]) -> None:
+def _read_parts(store: Store) -> list[tuple[Part, bytes]]:
+    """Read the parts of metrics.jsonl; list them again if an upload has merged some meanwhile."""
+    before: list[Part] | None = None
+    while True:
+        parts = chain(parts_among(store.names("metrics")))
+        try:
+            return [(part, store.read(part.name)) for part in parts]
+        except FileNotFoundError:
+            if parts == before:  # a part is listed, but gone
+                raise
+            before = parts
+
+
+def _fetch_metrics(store: Store, path: Path) -> None:
     content = b""
-    for part in parts:
-        content += (data := store.read(part.name))
+    for part, data in _read_parts(store):
+        content += data
         if hashlib.sha256(data).hexdigest() != part.digest:
             logger.warning("%s/%s is damaged: later records are lost", store.url, part.name)
             content = content[: part.begin]
@@ -319,7 +337,9 @@ def local_copy(path: str, only: int | None = None) -> Path:
     return folder / (below or "")
 
 
-def fetch_next(given: str, is_wanted: Callable[[dict[str, str]], bool]) -> None:
+def fetch_next(
+    given: str, is_wanted: Callable[[dict[str, str]], bool], seen: set[tuple[str, int]]
+) -> None:
     """Fetch the oldest wanted checkpoint of the run at a URL.
 
     If it is intact, the copy's other checkpoints are removed.
@@ -327,6 +347,7 @@ def fetch_next(given: str, is_wanted: Callable[[dict[str, str]], bool]) -> None:
     Args:
         given: the URL; nothing is done for a path.
         is_wanted: returns whether a checkpoint is wanted; takes the hashes of its files, by name.
+        seen: the checkpoints that need no other request, by launch and step; this call adds to it.
     """
     from ..checkpoint.resuming import remove
 
@@ -334,13 +355,17 @@ def fetch_next(given: str, is_wanted: Callable[[dict[str, str]], bool]) -> None:
         return
     store, run = Store(given), local_copy(given, only=-1)
     with store_needed(store):
+        launch = str(store.read_json("run.json").get("launch"))  # a later launch may repeat steps
         for step in complete_steps(store.names()):
+            if (launch, step) in seen:
+                continue
             name = checkpoint_name(step)
             manifest = store.read_json(f"{name}/manifest.json").get("manifest", {})
-            if not is_wanted(manifest.get("files", {})):
-                continue
-            local_copy(given, only=step)
-            if (run / name).exists():  # intact, and not removed meanwhile
+            is_next = is_wanted(manifest.get("files", {}))
+            if is_next:
+                local_copy(given, only=step)
+            seen.add((launch, step))
+            if is_next and (run / name).exists():  # intact, and not removed meanwhile
                 for folder in checkpoints(run):
                     if folder != run / name:
                         remove(folder)
@@ -361,8 +386,12 @@ def exchange_evaluations(given: str, file: IO[bytes]) -> None:
         with suppress(FileNotFoundError):
             theirs = store.read(name)
         file.seek(0)
-        own = {*file.read().splitlines(keepends=True)}
-        file.write(b"".join(line for line in theirs.splitlines(keepends=True) if line not in own))
+        size = len(text := file.read())
+        own = {*text.splitlines(keepends=True)}
+        new = b"".join(line for line in theirs.splitlines(keepends=True) if line not in own)
+        if file.write(new) != len(new):  # the disk is full
+            file.truncate(size)
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         file.seek(0)
         if (content := file.read()) != theirs:
             store.write(name, content)

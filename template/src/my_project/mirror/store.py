@@ -34,7 +34,7 @@ FOLDERS = ("best", "export")
 BLOCK_BYTES = 16 << 20  # size of one request; S3 accepts 10,000 requests per object
 THREADS = 4  # the number of threads that transfer the files of a folder
 PARTIAL = ".partial"
-FULL = (errno.ENOSPC, errno.EDQUOT)  # of a local disk: a store's errors have no number
+FULL = (errno.ENOSPC, errno.EDQUOT)  # the errno of a full local disk; errors of a store have none
 IN_CHECKPOINT = re.compile(r"(checkpoints/step_(\d{8,}))/([^/]+)")
 PART = re.compile(r"metrics/(\d+)-(\d+)-(\d+)-([0-9a-f]{64})\.jsonl")
 
@@ -107,7 +107,7 @@ class Store:
             raise kind(f"{self.url}: {mask(text)}") from error
 
     def names(self, below: str = "") -> list[str]:
-        """Return the names of all files, or of the files in the folder `below`."""
+        """Return the names of all complete files, or of those in a folder; see is_safe."""
         paths: list[str] = []
         with suppress(FileNotFoundError), self._errors():
             self.fs.invalidate_cache()
@@ -173,7 +173,7 @@ class Store:
                 self.fs.rm_file(f"{self.root}/{name}")
 
     def move_aside(self) -> str:
-        """Move all files to an unused URL beside this one, and return that URL.
+        """Move all complete files to an unused URL beside this one, and return that URL.
 
         All files are copied and then removed. JSON files, which mark folders as complete, are
         removed first.
@@ -295,7 +295,8 @@ def store_needed(store: Store) -> Iterator[None]:
         yield
     except PermissionError as error:
         raise ConfigError(
-            f"the mirror {error}. Set the credentials of the store in the environment."
+            f"the mirror {error}: set the credentials of the store in the environment, or get"
+            " permission."
         ) from error
     except OSError as error:
         if error.errno in FULL:
@@ -303,7 +304,6 @@ def store_needed(store: Store) -> Iterator[None]:
                 f"{store.url} cannot be copied ({error}): free disk space."
             ) from error
         raise TransientError(
-            f"the mirror {store.url} cannot be used ({error}), so it is not known what the run has"
-            " saved there: check that the bucket exists and can be reached. To train without a"
-            " mirror, leave checkpoints.mirror out."
+            f"the mirror {store.url} cannot be used ({error}): check that the bucket exists and can"
+            " be reached. To train without a mirror, leave checkpoints.mirror out."
         ) from error

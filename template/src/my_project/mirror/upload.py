@@ -26,6 +26,7 @@ from ..ranks import on_main_then_broadcast
 from ..run_files import checkpoint_step, checkpoints, write_status
 from .store import (
     FOLDERS,
+    FULL,
     IN_CHECKPOINT,
     Part,
     Store,
@@ -60,7 +61,7 @@ def start_mirror(accelerator: Accelerator, saving: Checkpoints) -> None:
         on_main_then_broadcast(accelerator, mirror.begin)
         mirror.share_status(accelerator)
         if mirror.has_other_disk and mirror.run.is_first_on_disk:
-            if not mirror.run.step:  # it may be that of a run that --resume never has moved aside
+            if not mirror.run.step:  # it may be of a run that was moved aside by --resume never
                 (mirror.run.folder / "run.json").unlink(missing_ok=True)
             # the node still has the checkpoints that earlier starts fetched
             for folder in checkpoints(mirror.run.folder)[: -saving.config.checkpoints.keep]:
@@ -73,7 +74,7 @@ def finish_mirror(accelerator: Accelerator, saving: Checkpoints, *, is_stop: boo
     Args:
         accelerator: this process's Accelerator.
         saving: the run's Checkpoints.
-        is_stop: whether the run was told to stop; it then waits for at most mirror_seconds.
+        is_stop: whether the run was told to stop; this function then waits at most mirror_seconds.
 
     Raises:
         TransientError: the run has finished, but its end could not be uploaded in TRIES tries, or
@@ -115,7 +116,7 @@ class Mirror:
         with store_needed(self.store):
             names = self.store.names()
             before = self.store.read_json("run.json").get("run")
-            if before not in (None, self.run.id):  # the run was started with --resume never
+            if before not in (None, self.run.id):  # most often after --resume never
                 self.store.move_aside()
                 names = []
             for step in complete_steps(names):
@@ -215,19 +216,26 @@ class Mirror:
     def collect_parts(self, temporary: Path) -> None:
         """Fetch the parts of a save from ranks on other nodes. Called by rank 0, repeatedly.
 
+        If a request fails, the next call tries again.
+
         Args:
             temporary: the folder of the save, on this node.
         """
         if self.run.is_shared or time.monotonic() < self._collected_at + COLLECT_SECONDS:
             return
         self._collected_at = time.monotonic()
-        names = self.store.names(f"{PARTS}/{temporary.name}")
-        for report in (name for name in names if not name.endswith(".safetensors")):
-            rank = report.rpartition(".")[2]
-            own = [name for name in names if f".{rank}." in name]
-            for name in (*own, report):
-                self.store.fetch(name, temporary / name.rpartition("/")[2])
-            self.store.remove(*own, report)
+        try:
+            names = self.store.names(f"{PARTS}/{temporary.name}")
+            for report in (name for name in names if not name.endswith(".safetensors")):
+                rank = report.rpartition(".")[2]
+                own = [name for name in names if f".{rank}." in name]
+                for name in (*own, report):
+                    self.store.fetch(name, temporary / name.rpartition("/")[2])
+                self.store.remove(*own, report)
+        except OSError as error:
+            if error.errno in FULL:
+                raise
+            logger.warning("the shards of other nodes cannot be fetched now: %s", error)
 
     # ---- the thread ------------------------------------------------------------------------------
     def _work(self) -> None:
@@ -244,7 +252,8 @@ class Mirror:
                 self._superseded = error
             except Exception as error:
                 self.failure = error
-                self.saving.note = f"the mirror could not be brought up to date: {error}"
+                note = f"the mirror could not be brought up to date: {error}".removesuffix(".")
+                self.saving.note = note
                 logger.warning("%s. The next save tries again.", self.saving.note)
             finally:
                 self.needed = set()
@@ -269,7 +278,7 @@ class Mirror:
             newest, text = manifests[-1]
             state = json.loads(text)["manifest"]["state"]
             steps = {checkpoint_step(folder) for folder, _ in manifests}
-            # the newest one and those that stay: others would be removed after a later save
+            # the newest one and those that the rotation keeps; it would soon remove the others
             wanted = kept_steps(steps, self.run.config.checkpoints, state, keep=1)
             are_sent = [
                 self._put_checkpoint(folder, text)
@@ -355,7 +364,7 @@ class Mirror:
                 except FileNotFoundError:
                     if folder.exists():
                         raise
-                    return False  # removed before the rotation of local ones saw `needed`
+                    return False  # the rotation removed it before it read `needed`
                 self._check_fence()
             self.store.write(manifest, text)
         self._sent[name] = text
