@@ -649,6 +649,10 @@ def main(arguments: list[str]) -> int:
             note_blamed([failure.host])
     if not launch.own.requeue:
         return code
+    # once starts.jsonl names this launch, it says which checkpoint the launch began from, even if
+    # that checkpoint and the lines of earlier launches were fetched after the launch began
+    if len(steps_now := attempts.steps_at_launches(folder)) > len(steps):
+        steps = steps_now[:-1]
     # with --resume never, the checkpoints belong to the old run until this launch begins its own
     newest = None if starts_over and not has_begun else newest_checkpoint(folder)
     code, why = attempts.requeue(newest, steps, code)
