@@ -89,12 +89,13 @@ def test_an_untrusted_manifest_need_not_have_an_optimizer_and_has_the_step(tmp_p
 
 # ---- validation samples --------------------------------------------------------------------------
 class Shown(Ragged):
-    """Answers for samples with their indices, and with a file."""
+    """Answers for samples with their indices, and with a file; a subfolder is ignored."""
 
     def predict_samples(self, model: Any, data_info: Any, samples: Any, folder: Path) -> str:
         assert not model.training
         assert not model(samples[0]["x"]).requires_grad
         (folder / "predictions.txt").write_text("answers")
+        (folder / "samples").mkdir()  # the run has a folder of this name
         return " ".join(str(int(sample["index"])) for sample in samples)
 
 

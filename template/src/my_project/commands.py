@@ -233,7 +233,7 @@ def show_samples(arguments: argparse.Namespace, weights: Path) -> None:
     with tempfile.TemporaryDirectory(prefix=".predict-", dir=within) as temporary:
         with torch.no_grad():
             say(rendered(show(model, exported, samples, Path(temporary)) or ""))
-        paths = sorted(Path(temporary).iterdir())
+        paths = sorted(path for path in Path(temporary).iterdir() if path.is_file())
         if paths and not is_writable:
             folder = Path(tempfile.mkdtemp(prefix="predictions-"))
         for path in paths:
