@@ -678,6 +678,34 @@ def test_a_stop_signal_while_the_launcher_imports_is_a_preemption(tmp_path):
     assert "SIGTERM: stopped while no process was running" in shown
 
 
+NO_FORK = """
+import os
+from ragged import Ragged
+def fork():
+    raise BlockingIOError(11, "Resource temporarily unavailable")
+os.fork = fork
+"""
+
+
+def test_a_process_that_cannot_be_started_now_may_be_started_later(tmp_path):
+    (tmp_path / "no_fork.py").write_text(NO_FORK)
+    code, shown = launched_in_fork(tmp_path, 1, "--recipe", "no_fork.Ragged")
+    assert code == 1, shown
+    assert "error: a process could not be started: [Errno 11]" in shown
+
+
+def test_a_thread_that_ends_while_threads_are_listed_is_not_named(monkeypatch):
+    real = Path.read_text
+
+    def read_text(path: Path, *arguments: Any, **options: Any) -> str:
+        if path.name == "comm":
+            raise FileNotFoundError(path)
+        return real(path, *arguments, **options)
+
+    monkeypatch.setattr(Path, "read_text", read_text)
+    assert workers.threads() == []
+
+
 def test_what_a_fork_does_not_survive_is_spawned(monkeypatch):
     monkeypatch.setattr("torch.cuda.is_initialized", lambda: True)
     assert workers.start_method()[0] == "spawn"

@@ -23,7 +23,7 @@ from typing import Any
 import psutil
 
 from .. import failures
-from ..files import wait_until
+from ..files import TransientError, wait_until
 from ..process import PR_SET_CHILD_SUBREAPER, PR_SET_NAME, PREEMPTED, prctl
 from .attempts import failed
 
@@ -130,6 +130,8 @@ class Workers:
                     worker = context.Process(target=_work, args=arguments)
                     worker.start()
                     self.running.append(worker)
+            except OSError as error:  # such as EAGAIN: too many processes in the control group
+                raise TransientError(f"a process could not be started: {error}.") from error
             finally:
                 signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
             return self._wait(ranks, may_kill, phase) if self.running else {}
@@ -222,7 +224,11 @@ def threads() -> list[str]:
     tasks = Path("/proc/self/task")
     if threading.active_count() == 1:  # a thread that Python has joined may still be ending
         wait_until(lambda: len([*tasks.iterdir()]) == 1, 0.5, 0.01)
-    return [path.read_text().strip() for path in tasks.glob("*/comm")]
+    names = []
+    for path in tasks.glob("*/comm"):
+        with suppress(OSError):  # the thread has ended since
+            names.append(path.read_text().strip())
+    return names
 
 
 def count_in_child(count: Callable[[], int]) -> int:
