@@ -832,6 +832,7 @@ def end(
         stop_signal_time=workers.stop_signal_time,
         command=command,
         codes=last.codes,
+        killed=workers.killed,
         may_start_over=launch.config.resume == "never" and not command,
     )
     # with several nodes, other launchers may be using the folder
@@ -876,7 +877,7 @@ def settle_status(
         if reported and status.outcome != "finished" and not has_saved:
             status = as_failed(folder, status, reported)
         elif status.outcome == "running" and not workers.stop_signal:  # even if all codes are 0
-            status = replace(status, outcome="failed", reason=unexplained(codes))
+            status = replace(status, outcome="failed", reason=unexplained(codes, workers.killed))
         if goodput := tool("goodput"):
             status = replace(status, goodput=goodput.goodput(folder))
         with suppress(OSError), status_locked(folder):  # a full disk; another launch has the lock
