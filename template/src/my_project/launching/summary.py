@@ -46,8 +46,8 @@ class Ending:
         is_success = bool(self.codes) and not any(self.codes.values())
         if outcome == "finished" and (self.is_new or is_success):
             return "finished"
-        # after a stop signal in startup each process exits by itself, and the others may report
-        # lost contact
+        # after a stop signal in startup, processes exit one by one, and those that still run may
+        # report lost contact
         noted, first = self.status.failure, self._first
         is_consequence = noted is not None and noted.cause in CONSEQUENCES
         is_unsaved = not self.is_new or outcome == "running" or is_consequence or not self.codes

@@ -31,7 +31,7 @@ SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
 # A second stop signal kills the run, but only if it comes this long after the first: launchers and
 # schedulers send each signal twice, at almost the same time.
 KILL_AFTER_SECONDS = 5.0
-STOPPING = "stopping; training saves within two steps; send the signal again after 5 s to kill it"
+STOPPING = "stopping; a run in training saves within two steps; a second signal after 5 s kills it"
 NOTHING_RUNS = "stopped while no process was running; the same command continues the run"
 ENDING = "no process is running, and none will be started"
 POLL_SECONDS = 0.1
@@ -109,7 +109,7 @@ class Workers:
 
         Returns:
             The exit code of each process by rank, in the order in which they ended; -n: ended by
-            signal n. {} if a stop signal came before the processes were started.
+            signal n. An empty dict if a stop signal came before the processes were started.
         """
         self.killed, self.makes_room = [], False
         self._handle_signals()  # again, since an import may have replaced the handlers
@@ -169,8 +169,8 @@ class Workers:
             print(f"{newcomer} has joined: the run saves, then goes on with it", flush=True)
             self.makes_room = True
             os.kill(left[0].pid, signal.SIGUSR1)
-        # in training, the processes of a node that leaves save together with the others; in startup
-        # none can save, so that node has failed
+        # in training, the processes of a node that leaves save with the others; in startup they
+        # cannot save, so a node that leaves has failed
         return self.others.has_left and phase() == "starting"
 
 
