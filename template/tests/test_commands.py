@@ -22,6 +22,7 @@ from torch import nn
 from world import TESTS, run_world
 
 from my_project import commands
+from my_project import weights as weights_module
 from my_project.config import Config, ConfigError
 from my_project.manifest import manifest_text
 from my_project.run_files import checkpoints
@@ -88,12 +89,13 @@ def test_an_untrusted_manifest_need_not_have_an_optimizer_and_has_the_step(tmp_p
 
 # ---- validation samples --------------------------------------------------------------------------
 class Shown(Ragged):
-    """Answers for samples with their indices, and with a file."""
+    """Answers for samples with their indices, and with a file; a subfolder is ignored."""
 
     def predict_samples(self, model: Any, data_info: Any, samples: Any, folder: Path) -> str:
         assert not model.training
         assert not model(samples[0]["x"]).requires_grad
         (folder / "predictions.txt").write_text("answers")
+        (folder / "samples").mkdir()  # the run has a folder of this name
         return " ".join(str(int(sample["index"])) for sample in samples)
 
 
@@ -214,6 +216,35 @@ def evaluate(folder: Path, is_json: bool = True) -> None:
     trust = ["test_metrics.Variational"]
     arguments = argparse.Namespace(folder=str(folder), trust=trust, json=is_json)
     assert commands.print_evaluation(arguments) == 0
+
+
+def evaluate_while_training(folder: Path, is_replaced: bool) -> str:
+    """Evaluate; rank 1 sees a newer checkpoint or other weights; return the folder or the error."""
+    loaded: list[str] = []
+    load_weights, rank = weights_module.load_weights, int(os.environ["RANK"])
+    weights_module.load_weights = lambda *these: (
+        loaded.append(these[0].name) or load_weights(*these)
+    )
+    if not is_replaced:
+        weights_module.weights_folder = lambda run: checkpoints(run)[rank]
+    elif rank == 1:
+        weights_module.trained_steps = lambda _: 2
+    arguments = argparse.Namespace(folder=str(folder), trust=["ragged.Ragged"], json=True)
+    try:
+        commands.print_evaluation(arguments)
+    except ConfigError as error:
+        return str(error)
+    return loaded[0]
+
+
+def test_all_ranks_evaluate_the_weights_that_rank_0_chooses(tmp_path):
+    """A run in training saves, or replaces best/, between what two ranks do."""
+    config = make_config(tmp_path, Ragged(), steps=4, checkpoints__every_steps=2)
+    assert run_world(2, train, config) == [0, 0]
+    names = run_world(2, evaluate_while_training, config.folder, False)
+    assert names == ["step_00000002"] * 2
+    for error in run_world(2, evaluate_while_training, config.folder / "export", True):
+        assert "export on rank(s) [1]" in error
 
 
 def test_a_resume_and_the_command_evaluate_as_the_uninterrupted_run(tmp_path, capsys):

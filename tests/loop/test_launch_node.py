@@ -308,16 +308,20 @@ def test_the_exit_code_is_the_runs_outcome(
         assert read_json(path)["outcome"] == "failed", "doctor and schedulers read it"
 
 
-def end_processes(monkeypatch, *codes: int, outcome: str = "") -> list[str]:
+def end_processes(monkeypatch, *codes: int, outcome: str = "", killed: Any = ()) -> list[str]:
     """Replace the processes by exit codes, one for each start; return the names of the starts.
 
-    Each start begins the run with this outcome, unless it is "".
+    Each start begins the run with this outcome, unless it is "". `killed` are the ranks that the
+    launcher kills.
     """
     begun: list[str] = []
     left = iter(codes)
 
     class Fake:
-        killed, stop_signal, stop_signal_time, others = (), "", math.inf, None
+        stop_signal, stop_signal_time, others = "", math.inf, None
+
+        def __init__(self) -> None:
+            self.killed = killed
 
         def ignore_signals(self) -> None: ...
 
@@ -327,7 +331,7 @@ def end_processes(monkeypatch, *codes: int, outcome: str = "") -> list[str]:
             if outcome:
                 (folder / "status.json").write_text(json.dumps({"outcome": outcome}))
                 (folder / "run.json").write_text(json.dumps({"launch": begun[-1]}))
-            return {0: next(left)}
+            return {0: next(left)} | dict.fromkeys(self.killed, -signal.SIGKILL)
 
     monkeypatch.setattr(launch, "Workers", Fake)
     return begun
@@ -368,6 +372,19 @@ def test_the_summary_names_the_option_with_which_the_same_command_starts_over(
         (tiny / "runs/tiny/checkpoints").mkdir(parents=True, exist_ok=True)
         assert launch.main(["--config_file", f"{WHERE}/cpu.yaml", *TRAIN, *words]) == 1
         assert f"then the same command{said} starts again" in capsys.readouterr().err
+
+
+def test_the_summary_names_no_process_that_the_launcher_killed(tiny, monkeypatch, capsys):
+    end_processes(monkeypatch, -signal.SIGSEGV, outcome="running", killed=[1])
+    words = ["--config_file", f"{WHERE}/cpu.yaml", "--max_restarts", "0", *TRAIN]
+    assert launch.main(words) == 1
+    assert (
+        "os._exit (rank 0 was ended by SIGSEGV)."
+        in read_json(Path("runs/tiny/status.json"))["reason"]
+    )
+    shown = capsys.readouterr().err
+    assert "rank 0 was ended by SIGSEGV" in shown
+    assert "rank 1" not in shown
 
 
 def settled(
@@ -676,6 +693,34 @@ def test_a_stop_signal_while_the_launcher_imports_is_a_preemption(tmp_path):
     code, shown = launched_in_fork(tmp_path, 1, "--recipe", "slow_import.Recipe")
     assert code == 75, shown
     assert "SIGTERM: stopped while no process was running" in shown
+
+
+NO_FORK = """
+import os
+from ragged import Ragged
+def fork():
+    raise BlockingIOError(11, "Resource temporarily unavailable")
+os.fork = fork
+"""
+
+
+def test_a_process_that_cannot_be_started_now_may_be_started_later(tmp_path):
+    (tmp_path / "no_fork.py").write_text(NO_FORK)
+    code, shown = launched_in_fork(tmp_path, 1, "--recipe", "no_fork.Ragged")
+    assert code == 1, shown
+    assert "error: a process could not be started: [Errno 11]" in shown
+
+
+def test_a_thread_that_ends_while_threads_are_listed_is_not_named(monkeypatch):
+    real = Path.read_text
+
+    def read_text(path: Path, *arguments: Any, **options: Any) -> str:
+        if path.name == "comm":
+            raise FileNotFoundError(path)
+        return real(path, *arguments, **options)
+
+    monkeypatch.setattr(Path, "read_text", read_text)
+    assert workers.threads() == []
 
 
 def test_what_a_fork_does_not_survive_is_spawned(monkeypatch):

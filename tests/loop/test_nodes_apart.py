@@ -10,7 +10,7 @@ import pytest
 from my_project.config import ConfigError
 from my_project.manifest import manifest_text, read_manifest
 from my_project.mirror import upload
-from my_project.run_files import checkpoint_step, checkpoints
+from my_project.run_files import checkpoint_step, checkpoints, read_info, read_status
 from ragged import Deep
 from runs import assert_same_weights, change, make_config, quick, records, status, train
 from test_fsdp_on_cpu import train_sharded
@@ -58,7 +58,11 @@ def test_a_disk_is_lost_with_its_host_and_the_run_goes_on(tmp_path, train_it):
     here = change(config, runs_folder=str(disk(tmp_path, 0) / "runs"))
     saved = status(here)["step"]
     assert 4 <= saved < 8
-    assert not checkpoints(disk(tmp_path, 1) / "runs/here")
+    other = disk(tmp_path, 1) / "runs/here"
+    assert not checkpoints(other)
+    # by these, the launcher of the other node knows that its start has begun the run, and its end
+    assert read_info(other) == read_info(here.folder)
+    assert read_status(other).outcome == "preempted"
     for lost in (1, 0):  # the second time the disk of rank 0
         shutil.rmtree(disk(tmp_path, lost))
         stops = change(config, recipe=change(fault, fault_at=saved)) if lost else config

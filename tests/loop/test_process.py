@@ -155,7 +155,7 @@ def test_a_signal_while_a_process_starts_reaches_it_and_nohup_holds(before):
     )
     assert (threads, has_own_session) == ("3", "True")
     assert (code, stopped) == (str(-signal.SIGTERM), "True")
-    assert said[:3] == ["SIGTERM:", "stopping;", "training"]
+    assert " ".join(said).startswith("SIGTERM: stopping; a run in training saves")
     assert int(blocked, 16) == 0
     assert bool(int(ignored, 16) & 1 << signal.SIGHUP - 1) == (before == ["nohup"])
 

@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -252,3 +253,35 @@ def test_an_older_run_is_no_reason_to_start_a_launch_again_that_never_began(tmp_
     save(tmp_path / "runs/tiny", 1000)
     words = ["--config_file", "cpu.yaml", "--requeue", "-m", "my_project.train"]
     assert launch.main([*words, "--config", "tiny.yaml", "--resume", "never"]) == 1
+
+
+@pytest.mark.parametrize(("newest", "wanted"), [(500, 1), (600, 75)])
+def test_a_fetched_checkpoint_is_no_reason_to_start_a_run_again(
+    tmp_path, monkeypatch, newest, wanted
+):
+    """A new machine has an empty folder, and a fetch brings what earlier launches have saved."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(launch, "prepare_environment", lambda: None)
+    monkeypatch.setattr(launch, "Workers", object)
+    monkeypatch.setattr(launch, "get_ready", lambda _: None)
+    Path("tiny.yaml").write_text(CONFIG)
+    Path("cpu.yaml").write_text("distributed_type: 'NO'\nuse_cpu: true\n")
+    folder = tmp_path / "runs/tiny"
+
+    def run(*_):
+        starts = Starts(folder=folder, limit=0, about=ABOUT)
+        starts.begin()
+        save(folder, 500)
+        append(
+            folder / "starts.jsonl", line("start", "a.0", 0), end("a.0", 9, 5, "killed", 0, 9, 5)
+        )
+        (folder / "run.json").write_text(json.dumps({"launch": starts.id}))
+        starts.may_kill({0: None}, -1.0)  # it is polled, and writes the line of this start
+        if newest > 500:
+            save(folder, newest)
+        starts.end({0: 1}, [], "")
+        return SimpleNamespace(tell=lambda: 1, is_new=True, status=Status())
+
+    monkeypatch.setattr(launch, "run", run)
+    words = ["--config_file", "cpu.yaml", "--requeue", "-m", "my_project.train"]
+    assert launch.main([*words, "--config", "tiny.yaml"]) == wanted

@@ -50,6 +50,8 @@ def project(tmp_path, monkeypatch):
         (8, "", (64, 64), ("gpu", 1)),
         (4, "--where cpu_2_processes", (64, 0), ("cpu_2_processes", 2)),
         (0, "--where multi_gpu", (64, 0), ("multi_gpu", 8)),
+        (4, "--where multi_gpu", (64, 0), ("multi_gpu", 4)),
+        (16, "--where multi_gpu", (64, 0), ("multi_gpu", 8)),
         (4, "--num_processes 2", (64, 0), ("multi_gpu", 2)),
         (0, "--num_processes 3", (64, 0), ("cpu_2_processes", 3)),
     ],
@@ -69,6 +71,8 @@ def test_a_where_for_several_nodes_or_of_another_name_is_refused():
         choose(read_options(["--where", "multi_node"])[0], BatchesConfig(global_batch_size=16))
     with pytest.raises(ConfigError, match=r"cpuu.*did you mean cpu\?"):
         choose(read_options(["--where", "cpuu"])[0], BatchesConfig(global_batch_size=16))
+    with pytest.raises(ConfigError, match=r"there is no my/gpu.yaml in .*did you mean gpu"):
+        choose(read_options(["--where", "my/gpu.yaml"])[0], BatchesConfig(global_batch_size=16))
     with pytest.raises(ConfigError, match="--num_processes is 0"):
         choose(read_options(["--num_processes", "0"])[0], BatchesConfig(global_batch_size=16))
 
@@ -101,9 +105,14 @@ def run_main(monkeypatch, words: str, kind: str = "finished") -> list:
 )  # fmt: skip
 def test_the_command_that_continues_does_not_start_over(monkeypatch, words):
     _, command = run_main(monkeypatch, words.replace("F", "configs/tiny.yaml"))
-    assert command == "configs/tiny.yaml --seed 1"
+    assert command == "configs/tiny.yaml --seed 1 --resume auto"
     _, command = run_main(monkeypatch, "configs/tiny.yaml --resume never-2")
     assert command == "configs/tiny.yaml --resume never-2"
+    Path("configs/never.yaml").write_text("resume: never")
+    _, command = run_main(monkeypatch, "configs/tiny.yaml configs/never.yaml")
+    assert command == "configs/tiny.yaml configs/never.yaml --resume auto"
+    launch, _ = run_main(monkeypatch, command)
+    assert launch.config.resume == "auto"
 
 
 @pytest.mark.parametrize("kind", ["failed", "refused"])
@@ -114,12 +123,22 @@ def test_a_dry_run_has_no_mirror_and_keeps_its_folder_if_it_fails(monkeypatch, k
     assert launch.config.folder.parent.exists() == (kind == "failed"), "its summary names the logs"
 
 
+def test_a_dry_run_accepts_the_schedule_plateau(monkeypatch):
+    words = "--optim.schedule plateau --evaluation.best_metric loss --evaluation.every_steps 4"
+    launch, _ = run_main(monkeypatch, f"configs/tiny.yaml {words} --dry-run", "failed")
+    assert launch.config.optim.schedule == "plateau"
+
+
 def test_gpus_that_are_not_used_are_named_only_if_the_file_uses_gpus(monkeypatch, capsys):
     monkeypatch.setattr(train_command, "count_gpus", lambda: 8)
     batches = BatchesConfig(global_batch_size=4, micro_batch_size=1)
     for where, is_named in (("multi_gpu", True), ("cpu_2_processes", False)):
         choose(read_options(["--where", where])[0], batches)
         assert ("using 4 of 8 GPUs" in capsys.readouterr().out) == is_named
+    content = Path("accelerate_configs/multi_gpu.yaml").read_text()
+    Path("own.yaml").write_text(content.replace("num_processes: 8", "num_processes: 2"))
+    assert choose(read_options(["--where", "own.yaml"])[0], batches) == (Path("own.yaml"), 2)
+    assert "using 2 of 8 GPUs: num_processes of own.yaml" in capsys.readouterr().out
 
 
 # ---- typed into a terminal -----------------------------------------------------------------------

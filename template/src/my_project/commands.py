@@ -73,6 +73,7 @@ def print_evaluation(arguments: argparse.Namespace, output: TextIO | None = None
     from .accelerator import check_launch, start_accelerator
     from .checkpoint import resuming
     from .files import finite
+    from .ranks import agree, on_main_then_broadcast
 
     given = local_folder(arguments.folder)
     folder = weights.weights_folder(given)
@@ -80,7 +81,10 @@ def print_evaluation(arguments: argparse.Namespace, output: TextIO | None = None
     check_launch(config)
     data_info, datasets = validation_sets(config)
     with start_accelerator(config) as accelerator:
-        is_export = weights.is_export(folder)
+        # rank 0 chooses, since a run in training may have saved between the choices of two ranks
+        below = on_main_then_broadcast(accelerator, lambda: folder.relative_to(given))
+        folder = given / below
+        before, is_export = weights.trained_steps(folder), weights.is_export(folder)
         if not is_export:
             refuse_damaged(folder, resuming.find_damage_together(accelerator, folder))
             weights.refuse_trained_view(folder)
@@ -91,6 +95,7 @@ def print_evaluation(arguments: argparse.Namespace, output: TextIO | None = None
             model = prepared_model(accelerator, config, data_info)
             weights.load_weights(folder, model.model)
         step = weights.trained_steps(folder)
+        agree(accelerator, {f"the step of {folder}": (before, step)})
         results = evaluate.evaluate(accelerator, config, model, datasets, step)
         if accelerator.is_main_process:
             if arguments.json:
@@ -228,7 +233,7 @@ def show_samples(arguments: argparse.Namespace, weights: Path) -> None:
     with tempfile.TemporaryDirectory(prefix=".predict-", dir=within) as temporary:
         with torch.no_grad():
             say(rendered(show(model, exported, samples, Path(temporary)) or ""))
-        paths = sorted(Path(temporary).iterdir())
+        paths = sorted(path for path in Path(temporary).iterdir() if path.is_file())
         if paths and not is_writable:
             folder = Path(tempfile.mkdtemp(prefix="predictions-"))
         for path in paths:

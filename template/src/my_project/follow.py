@@ -2,10 +2,10 @@
 
 The command runs on another GPU, on the CPU, or on another host that sees the run folder. Each
 evaluation is a line of evaluations.jsonl (docs/run-folder.md). Nothing else in the run folder is
-written or locked, so training never waits. If training removes a checkpoint while it is read, the
-checkpoint is skipped. Checkpoints without a line are evaluated,
-the oldest first, so the same command, run again, continues where it ended. It ends when the run has
-finished and no checkpoint is left.
+written or locked, so training never waits, with one exception: a start waits while the command
+prepares the data. If training removes a checkpoint while it is read, the checkpoint is skipped.
+Checkpoints without a line are evaluated, the oldest first, so the same command, run again,
+continues where it ended. It ends when the run has finished and no checkpoint is left.
 """
 
 import argparse
@@ -142,9 +142,8 @@ def load_together(accelerator: Accelerator, checkpoint: Checkpoint, model: nn.Mo
 
     def judge() -> str:
         current, problem = read_checkpoint(checkpoint.folder), next(filter(None, problems), "")
-        if (
-            current and current.weights != checkpoint.weights
-        ):  # a rank may have read the old or the new files
+        # a rank may have read the old or the new files
+        if current and current.weights != checkpoint.weights:
             return "it was saved again"
         if current and problem:
             raise ConfigError(problem)

@@ -105,7 +105,7 @@ def load_weights(folder: Path, model: nn.Module) -> None:
 
 
 def refuse_trained_view(folder: Path) -> None:
-    """Refuse a checkpoint with the weights that its optimizer trains, if it evaluates others."""
+    """Refuse a checkpoint of an optimizer that evaluates other weights than those it trains."""
     optimizer = read_manifest(folder)["state"].get("optimizer")  # may be untrusted
     if isinstance(optimizer, dict) and optimizer.get("has_two_views"):
         raise ConfigError(

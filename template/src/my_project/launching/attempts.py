@@ -315,8 +315,7 @@ def missing_end(folder: Path) -> list[dict[str, Any]]:
 def steps_at_launches(folder: Path) -> list[int]:
     """List the step of the newest checkpoint at the start of each earlier launch, and now.
 
-    -1 stands for no checkpoint. Call this when a launch begins, so that all its nodes read the same
-    steps.
+    -1 stands for no checkpoint.
     """
     steps: dict[str, int | None] = {}
     for begin, _ in each_start(folder):
@@ -329,7 +328,7 @@ def requeue(newest: int | None, steps: list[int], code: int) -> tuple[int, str]:
 
     Args:
         newest: the step of the newest checkpoint; None if there is none.
-        steps: the result of steps_at_launches() when this launch began.
+        steps: the step of the newest checkpoint at the start of each launch, this launch the last.
         code: the exit code of this launch.
     """
     if code not in (1, PREEMPTED):

@@ -649,6 +649,10 @@ def main(arguments: list[str]) -> int:
             note_blamed([failure.host])
     if not launch.own.requeue:
         return code
+    # once starts.jsonl names this launch, it says which checkpoint the launch began from, even if
+    # that checkpoint and the lines of earlier launches were fetched after the launch began
+    if len(steps_now := attempts.steps_at_launches(folder)) > len(steps):
+        steps = steps_now[:-1]
     # with --resume never, the checkpoints belong to the old run until this launch begins its own
     newest = None if starts_over and not has_begun else newest_checkpoint(folder)
     code, why = attempts.requeue(newest, steps, code)
@@ -828,6 +832,7 @@ def end(
         stop_signal_time=workers.stop_signal_time,
         command=command,
         codes=last.codes,
+        killed=workers.killed,
         may_start_over=launch.config.resume == "never" and not command,
     )
     # with several nodes, other launchers may be using the folder
@@ -872,7 +877,7 @@ def settle_status(
         if reported and status.outcome != "finished" and not has_saved:
             status = as_failed(folder, status, reported)
         elif status.outcome == "running" and not workers.stop_signal:  # even if all codes are 0
-            status = replace(status, outcome="failed", reason=unexplained(codes))
+            status = replace(status, outcome="failed", reason=unexplained(codes, workers.killed))
         if goodput := tool("goodput"):
             status = replace(status, goodput=goodput.goodput(folder))
         with suppress(OSError), status_locked(folder):  # a full disk; another launch has the lock

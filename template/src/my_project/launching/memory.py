@@ -56,7 +56,7 @@ def with_lowered_micro_batch(
     """Return `launch` and `here` with the smallest size that any node asks for.
 
     Args:
-        launch: the settings as they were given, which keep the size for later starts.
+        launch: the settings as given; the result also stores the size, for later starts.
         here: the settings of the next start, which uses the size.
         others: nodes.OtherNodes; None on one node.
     """
@@ -116,8 +116,9 @@ def report_memory_kill(
 
     Args:
         before: count_memory_kills() when the start began.
-        codes: exit codes by rank; if a smaller micro-batch may fit, the killed process gets the
-            exit code that its note names: 1, or 2 if only the user may set the smaller size.
+        codes: exit codes by rank. If a smaller micro-batch may fit, the killed process gets the
+            exit code in the file micro_batch_rank_*.json: 1, or 2 if only the user may set the
+            smaller size.
         failures: the failures of this start on this node; the new one is added.
         workers: the processes of this node.
         logs: the log folder.
@@ -135,7 +136,7 @@ def report_memory_kill(
     if is_noted and (newest_checkpoint(starts.folder) or 0) <= note["first_step"]:
         facts = {name: note[name] for name in ("next_micro_batch_size", "exit_code")}
         failure = replace(failure, reason=f"{reason}. {note['advice']}", **facts)
-        # without a smaller size, the code remains that of a kill, which a restart may follow
+        # without a smaller size, the code stays -9, after which a restart is possible
         if facts != {"next_micro_batch_size": None, "exit_code": 1}:
             codes[rank] = failure.exit_code
     failures.append(starts.report(failure, rank=rank))

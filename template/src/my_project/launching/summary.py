@@ -3,6 +3,7 @@
 import importlib
 import shlex
 import sys
+from collections.abc import Collection
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,6 +34,7 @@ class Ending:
     stop_signal_time: float  # seconds since 1970; inf without a signal
     command: str  # the command that continues the run; "" if not known
     codes: dict[int, int]  # exit codes of this node's processes, by rank; -n: ended by signal n
+    killed: Collection[int] = ()  # the ranks that the launcher killed, after a failure
     may_start_over: bool = False  # the same command has --resume never
 
     @property
@@ -44,8 +46,8 @@ class Ending:
         is_success = bool(self.codes) and not any(self.codes.values())
         if outcome == "finished" and (self.is_new or is_success):
             return "finished"
-        # after a stop signal in startup each process exits by itself, and the others may report
-        # lost contact
+        # after a stop signal in startup, processes exit one by one, and those that still run may
+        # report lost contact
         noted, first = self.status.failure, self._first
         is_consequence = noted is not None and noted.cause in CONSEQUENCES
         is_unsaved = not self.is_new or outcome == "running" or is_consequence or not self.codes
@@ -116,7 +118,7 @@ class Ending:
         return [f"{line}:", f"  {self.command}"] if self.command else [line]
 
     def _print_failed(self) -> None:
-        title, reason, calls = "failed", unexplained(self.codes), []
+        title, reason, calls = "failed", unexplained(self.codes, self.killed), []
         # the frames in which a rank noticed the failure of another rank say little
         is_consequence = True
         if failure := self._first:
@@ -145,9 +147,9 @@ class Ending:
         print_block(title, lines, to=sys.stderr)
 
 
-def unexplained(codes: dict[int, int]) -> str:
+def unexplained(codes: dict[int, int], killed: Collection[int]) -> str:
     """Return what the exit codes say about processes that left no error file."""
-    codes = {rank: code for rank, code in codes.items() if code} or codes
+    codes = {rank: code for rank, code in codes.items() if code and rank not in killed} or codes
     ended = [f"rank {rank} {how_it_ended(code)}" for rank, code in codes.items()]
     return (
         "a process ended without an error file: it was killed, ran out of host memory, crashed in C"

@@ -7,8 +7,9 @@ Config files may be anywhere among the arguments; a later file overrides an earl
 
   --where NAME         accelerate_configs/NAME.yaml, or the path of such a file; by default as many
                        GPUs of this machine as the global batch can use, or one CPU process
-  --num_processes N    processes on this machine; by default as many as the file says, or one per
-                       GPU, but at most one per micro-batch
+  --num_processes N    processes on this machine; by default one per GPU, but at most one per
+                       micro-batch and at most as many as the file of --where says; for a CPU file,
+                       as many as it says
   --max_restarts N     limit on consecutive restarts in place without a new step, 3 by default
   --preflight          check the machine before training
   --dry-run            all checks, two steps, an evaluation, a save and an export in a temporary
@@ -42,10 +43,10 @@ from .workers import count_in_child, opened_files_noted
 COMMAND = f"python -m {PACKAGE} train"
 FOLDER = Path("accelerate_configs")
 DRY_RUN_STEPS = 2
-DRY_RUN_SETTINGS = {  # each is passed only if its part of the project exists
+DRY_RUN_SETTINGS = {  # a setting is passed only if it exists: its module may have been deleted
     "telemetry.every_steps": "1",
     "telemetry.trackers": "[]",
-    "evaluation.every_steps": "null",
+    "evaluation.every_steps": str(DRY_RUN_STEPS),  # not null, which the schedule plateau refuses
     "profile.steps": "null",
     "checkpoints.mirror": "null",
 }
@@ -73,14 +74,13 @@ def count_gpus() -> int:
 def find_where(name: str) -> Path:
     """Return the path of an accelerate config, which is given by its name or path."""
     path = Path(name)
-    if path.suffix in (".yaml", ".yml") and path.is_file():
-        return path
-    in_folder = FOLDER / f"{name}.yaml"
-    if not in_folder.is_file():
+    if path.suffix not in (".yaml", ".yml"):
+        path = FOLDER / f"{name}.yaml"
+    if not path.is_file():
         names = sorted(path.stem for path in FOLDER.glob("*.yaml"))
         hint = did_you_mean(path.stem, names) or f"; there are {', '.join(names) or 'none'}."
-        raise ConfigError(f"--where {name}: there is no {in_folder} in {Path.cwd()}{hint}")
-    return in_folder
+        raise ConfigError(f"--where {name}: there is no {path} in {Path.cwd()}{hint}")
+    return path
 
 
 def choose(options: argparse.Namespace, batches: BatchesConfig) -> tuple[Path, int]:
@@ -101,12 +101,16 @@ def choose(options: argparse.Namespace, batches: BatchesConfig) -> tuple[Path, i
         in_file = content.get("num_processes") or 1
         if options.num_processes or launch.uses_cpu(content) or in_file == 1 or not gpus:
             return path, options.num_processes or in_file
+        processes = min(processes, in_file)
     else:
         names = ("gpu", "multi_gpu") if gpus else ("cpu", "cpu_2_processes")
         path = find_where(names[processes > 1])
-        print(f"{path}: torch sees {gpus} GPUs; --where chooses another file", flush=True)
-    if not options.num_processes and gpus > limit:
-        print(f"using {processes} of {gpus} GPUs: {limit} micro-batches per step", flush=True)
+        seen = f"torch sees {gpus} GPU{'s' * (gpus != 1)}"
+        print(f"{path}: {seen}; --where chooses another file", flush=True)
+    if not options.num_processes and processes < gpus:
+        in_batch = f"{limit} micro-batches per step"
+        why = in_batch if processes == limit else f"num_processes of {path}"
+        print(f"using {processes} of {gpus} GPUs: {why}", flush=True)
     return path, processes
 
 
@@ -155,7 +159,8 @@ def print_estimate(config: Config, folder: Path) -> None:
     steps = config.steps or max(1, round((config.epochs or 0) * (samples // size)))
     pairs = []
     if rate:
-        whole = f"{steps} steps: about {format_seconds(steps * size / rate)}, plus evaluations"
+        count = f"{steps} step{'s' * (steps != 1)}"
+        whole = f"{count}: about {format_seconds(steps * size / rate)}, plus evaluations"
         pairs = [
             ("step", f"{size / rate:.3g} s, {rate:.4g} samples per second, in the second step"),
             ("memory", f"{last.number('peak_memory_bytes') / 1e6:.0f} MB at the peak of a process"),
@@ -185,9 +190,9 @@ def main(arguments: list[str]) -> int:
         flags += ["--max_restarts", str(options.max_restarts)]
     if options.preflight:
         flags.append("--preflight")
-    words = shlex.join(mask_command(arguments))
-    # with --resume never, the command would start again from step 0
-    command = re.sub(r" --resume[ =]never(?= |$)", "", f"{COMMAND} {words}")
+    command = f"{COMMAND} {shlex.join(mask_command(arguments))}"
+    if config.resume == "never":  # also from a config file; it would start again from step 0
+        command = re.sub(r" --resume[ =]never(?= |$)", "", command) + " --resume auto"
     if options.dry_run:
         return dry_run(config, flags, settings, command)
     started = launch.parse([*flags, "-m", launch.TRAIN, *settings])

@@ -23,7 +23,7 @@ from typing import Any
 import psutil
 
 from .. import failures
-from ..files import wait_until
+from ..files import TransientError, wait_until
 from ..process import PR_SET_CHILD_SUBREAPER, PR_SET_NAME, PREEMPTED, prctl
 from .attempts import failed
 
@@ -31,7 +31,7 @@ SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
 # A second stop signal kills the run, but only if it comes this long after the first: launchers and
 # schedulers send each signal twice, at almost the same time.
 KILL_AFTER_SECONDS = 5.0
-STOPPING = "stopping; training saves within two steps; send the signal again after 5 s to kill it"
+STOPPING = "stopping; a run in training saves within two steps; a second signal after 5 s kills it"
 NOTHING_RUNS = "stopped while no process was running; the same command continues the run"
 ENDING = "no process is running, and none will be started"
 POLL_SECONDS = 0.1
@@ -109,7 +109,7 @@ class Workers:
 
         Returns:
             The exit code of each process by rank, in the order in which they ended; -n: ended by
-            signal n. {} if a stop signal came before the processes were started.
+            signal n. An empty dict if a stop signal came before the processes were started.
         """
         self.killed, self.makes_room = [], False
         self._handle_signals()  # again, since an import may have replaced the handlers
@@ -130,6 +130,8 @@ class Workers:
                     worker = context.Process(target=_work, args=arguments)
                     worker.start()
                     self.running.append(worker)
+            except OSError as error:  # such as EAGAIN: too many processes in the control group
+                raise TransientError(f"a process could not be started: {error}.") from error
             finally:
                 signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
             return self._wait(ranks, may_kill, phase) if self.running else {}
@@ -167,8 +169,8 @@ class Workers:
             print(f"{newcomer} has joined: the run saves, then goes on with it", flush=True)
             self.makes_room = True
             os.kill(left[0].pid, signal.SIGUSR1)
-        # in training, the processes of a node that leaves save together with the others; in startup
-        # none can save, so that node has failed
+        # in training, the processes of a node that leaves save with the others; in startup they
+        # cannot save, so a node that leaves has failed
         return self.others.has_left and phase() == "starting"
 
 
@@ -222,7 +224,11 @@ def threads() -> list[str]:
     tasks = Path("/proc/self/task")
     if threading.active_count() == 1:  # a thread that Python has joined may still be ending
         wait_until(lambda: len([*tasks.iterdir()]) == 1, 0.5, 0.01)
-    return [path.read_text().strip() for path in tasks.glob("*/comm")]
+    names = []
+    for path in tasks.glob("*/comm"):
+        with suppress(OSError):  # the thread has ended since
+            names.append(path.read_text().strip())
+    return names
 
 
 def count_in_child(count: Callable[[], int]) -> int:

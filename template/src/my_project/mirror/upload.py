@@ -12,6 +12,7 @@ import os
 import threading
 import time
 from contextlib import suppress
+from dataclasses import asdict
 from functools import partial
 from itertools import takewhile
 from pathlib import Path
@@ -21,9 +22,9 @@ from accelerate import Accelerator
 from ..checkpoint.resuming import kept_steps, remove
 from ..checkpoint.saving import Checkpoints
 from ..config import ConfigError
-from ..files import Json, TransientError, open_own
+from ..files import Json, TransientError, open_own, write_atomically
 from ..ranks import on_main_then_broadcast
-from ..run_files import checkpoint_step, checkpoints, write_status
+from ..run_files import checkpoint_step, checkpoints, read_info, write_status
 from .store import (
     FOLDERS,
     FULL,
@@ -61,8 +62,6 @@ def start_mirror(accelerator: Accelerator, saving: Checkpoints) -> None:
         on_main_then_broadcast(accelerator, mirror.begin)
         mirror.share_status(accelerator)
         if mirror.has_other_disk and mirror.run.is_first_on_disk:
-            if not mirror.run.step:  # it may be of a run that was moved aside by --resume never
-                (mirror.run.folder / "run.json").unlink(missing_ok=True)
             # the node still has the checkpoints that earlier starts fetched
             for folder in checkpoints(mirror.run.folder)[: -saving.config.checkpoints.keep]:
                 remove(folder)
@@ -190,12 +189,15 @@ class Mirror:
         return not self.run.is_shared and self.run.hosts[self.run.rank] != self.run.hosts[0]
 
     def share_status(self, accelerator: Accelerator) -> None:
-        """Write rank 0's status.json on nodes with different disks, whose launchers read it."""
+        """Write rank 0's status.json and run.json on other disks, for the launchers there."""
         if not self.run.is_shared:
+            folder = self.run.folder
             status = on_main_then_broadcast(accelerator, self.run.status)
+            info = on_main_then_broadcast(accelerator, lambda: asdict(read_info(folder)))
             if self.has_other_disk:
-                self.run.folder.mkdir(parents=True, exist_ok=True)
-                write_status(self.run.folder, status)
+                folder.mkdir(parents=True, exist_ok=True)
+                write_status(folder, status)
+                write_atomically(folder / "run.json", json.dumps(info, indent=1) + "\n")
 
     def send_parts(self, temporary: Path) -> None:
         """Send this rank's parts of a save to rank 0, if rank 0 has a different disk.
