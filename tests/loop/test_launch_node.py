@@ -109,7 +109,7 @@ def test_an_accelerate_config_of_wrong_types_is_refused_with_its_name(tiny, base
     ("where", "said"),
     [
         ("", "where.yaml is empty"),
-        ("- a", "where.yaml holds a list"),
+        ("- a", "where.yaml holds no named settings, but a value of type list"),
         ("a: [", "where.yaml cannot be read"),
         ("num_procs: 1", "where.yaml: there is no setting num_procs"),
         (

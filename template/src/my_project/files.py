@@ -281,7 +281,9 @@ def read_yaml(path: Path, *, follow: bool = True) -> dict[str, Any]:
     except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
         raise ConfigError(f"{path} cannot be read: {' '.join(str(error).split())}.") from error
     if not isinstance(settings, dict):
-        raise ConfigError(f"{path} holds one {type(settings).__name__}, not named settings.")
+        raise ConfigError(
+            f"{path} holds no named settings, but a value of type {type(settings).__name__}."
+        )
     return settings
 
 
