@@ -36,9 +36,9 @@ class Sized(CausalLM):
 
 RECIPES = {
     "124 M": Sized(width=768, depth=14, heads=12),
-    "1 G": Sized(width=2048, depth=19, heads=16),
-    "7 G": Sized(width=4096, depth=34, heads=32),
-    "70 G": Sized(width=8192, depth=87, heads=64),
+    "1 B": Sized(width=2048, depth=19, heads=16),
+    "7 B": Sized(width=4096, depth=34, heads=32),
+    "70 B": Sized(width=8192, depth=87, heads=64),
 }
 
 
