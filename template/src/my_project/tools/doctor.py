@@ -88,8 +88,8 @@ CAUSES = {
     "full disk": ("", "free some space ({free} left), or lower checkpoints.keep (now {keep})"),
     "full shared memory": (
         "/dev/shm is too small for the micro-batches of the loader workers, or for NCCL",
-        "enlarge /dev/shm (docker run --shm-size; in Kubernetes an emptyDir of medium Memory), or"
-        " use fewer batches.workers (now {workers})",
+        "enlarge /dev/shm (docker run --shm-size; in Kubernetes an emptyDir of medium Memory)"
+        "{fewer_workers}",
     ),
     "loader worker": (
         "it was killed for lack of host memory, or /dev/shm was full: it reported no exception",
