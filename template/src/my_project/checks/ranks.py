@@ -150,7 +150,8 @@ class EqualRanks:
         """Return, for each tensor, the difference within a group, relative to the norm."""
         device = self.accelerator.device
         tensors = dict(self.model.named_parameters()) | dict(self.model.named_buffers())
-        numbers = torch.stack([sketch(tensors[name]).to(device) for name in names])
+        gone = torch.zeros(1)  # a buffer may be None now
+        numbers = torch.stack([sketch(tensors.get(name, gone)).to(device) for name in names])
         largest = torch.stack([numbers, -numbers])  # one all-reduce also finds the smallest
         torch.distributed.all_reduce(largest, ReduceOp.MAX, group)
         spread = (largest.sum(0) / largest[0, :, :1].clamp(min=1e-30)).amax(1)
