@@ -168,7 +168,7 @@ class Embedding:
         from rich.text import Text
 
         data, rows = samples.dataset, range(len(samples.dataset))
-        while isinstance(data, torch.utils.data.Subset):  # with overfit_batches
+        while not hasattr(data, "pairs"):  # a Subset, with overfit_batches
             data, rows = data.dataset, [data.indices[i] for i in rows]
         pairs = [data.pairs[i] for i in rows]
         candidates = sorted({*range(min(len(pairs), MAX_DOCUMENTS)), *samples.indices})
