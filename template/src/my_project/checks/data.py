@@ -127,7 +127,7 @@ def _read(
     deadline = time.monotonic() + SECONDS
     facts: dict[str, Facts] = {}
     for name, data in datasets.items():
-        has_lanes = False  # the next line belongs to an optional part
+        has_lanes = False  # so that the next line can be deleted with loading/streams.py
         has_lanes = is_stream(data)
         length = getattr(data, "lanes", 0) if has_lanes else len(data)
         samples: dict[str, dict[str, Fact]] = {}
