@@ -40,14 +40,15 @@ import logging
 import math
 import os
 import random
-import shutil
 import sysconfig
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import count, islice
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, Literal
 
 import torch
@@ -113,16 +114,19 @@ class CausalLM:
             )
         folder = self._cache_folder()
         if not folder.exists():
-            self._pack(folder)
+            folder.parent.mkdir(parents=True, exist_ok=True)
+            options: Any = {"dir": folder.parent, "ignore_cleanup_errors": True}
+            with TemporaryDirectory(prefix=f".{folder.name}.", **options) as temporary:
+                packed = self._pack(Path(temporary))
+                with suppress(OSError):  # another process finished first
+                    packed.rename(folder)
         data_info = json.loads((folder / "data_info.json").read_text())
         if self.validation_fraction and not data_info["validation"]["sequences"]:
-            held_out = data_info["validation"]["documents"]
             logger.warning(
-                "validation_fraction %s holds out %d of %d documents, too few to fill one"
-                " sequence of %d tokens, so nothing is evaluated: raise it, or set it to 0",
+                "validation_fraction %s holds out too few documents (%d) to fill one sequence of"
+                " %d tokens, so nothing is evaluated: raise it, or set it to 0",
                 self.validation_fraction,
-                held_out,
-                held_out + data_info["train"]["documents"],
+                data_info["validation"]["documents"],
                 self.sequence_length + 1,
             )
         PREPARED[self] = data_info
@@ -153,7 +157,8 @@ class CausalLM:
         else:
             key += [self.subset, self.text_column]
             if Path(self.data).exists():
-                key += _file_stats(Path(self.data), sorted(Path(self.data).rglob("*")))
+                files = (path for path in Path(self.data).rglob("*") if path.is_file())
+                key += _file_stats(Path(self.data), sorted(files))
         if self.lanes:
             key.append({"stream": self.max_validation_sequences})
         if Path(self.tokenizer).is_file():
@@ -161,15 +166,15 @@ class CausalLM:
         name = hashlib.sha256(json.dumps(key).encode()).hexdigest()[:12]
         return Path(self.cache_path) / name
 
-    def _pack(self, folder: Path) -> None:
-        """Write the packed sequences to a temporary folder, and rename it when it is complete."""
+    def _pack(self, temporary: Path) -> Path:
+        """Write the packed sequences into a subfolder of a temporary folder; return its path."""
         from datasets import Dataset, Features, List, Value, disable_progress_bars
 
         disable_progress_bars()
         data_info = self._tokenizer_info()
         encode, end = encoder(data_info), data_info["eos_token_id"]
-        temporary = folder.with_name(f".{folder.name}.{os.getpid()}")
-        temporary.mkdir(parents=True)
+        folder = temporary / "packed"
+        folder.mkdir()
         features = Features({"tokens": List(Value("int32"), self.sequence_length + 1)})
         for split in ("train", "validation"):
             counts = {"documents": 0, "bytes": 0, "tokens": 0}
@@ -197,22 +202,17 @@ class CausalLM:
                 packed: Any = Dataset.from_generator(
                     rows, features=features, cache_dir=str(temporary / "unpacked")
                 )
-                packed.save_to_disk(str(temporary / split))
+                packed.save_to_disk(str(folder / split))
                 count = len(packed)
             data_info[split] = counts | {"sequences": count}
-        shutil.rmtree(temporary / "unpacked", ignore_errors=True)
         if data_info["train"]["sequences"] == 0 and not self.lanes:
-            shutil.rmtree(temporary)
             raise ValueError(
                 f"{self.data} ({data_info['train']['documents']} documents for training) does not"
                 f" fill one sequence of {self.sequence_length + 1} tokens; check data_path and"
                 " pattern, or lower sequence_length"
             )
-        (temporary / "data_info.json").write_text(json.dumps(data_info))
-        try:
-            temporary.rename(folder)
-        except OSError:  # another process finished first
-            shutil.rmtree(temporary)
+        (folder / "data_info.json").write_text(json.dumps(data_info))
+        return folder
 
     def _documents(
         self, lane: int | None = None, shuffle_seed: int = 0, start: Any = None
@@ -383,7 +383,7 @@ class CausalLM:
     def predict(self, model: nn.Module, data_info: dict[str, Any], argument: str) -> str:
         """Generate a continuation of the argument: a text, or the path of a text file."""
         tokens = encoder(data_info)(read_if_file(argument)) or [data_info["eos_token_id"]]
-        return self._generate_text(model, data_info, tokens)
+        return decode(data_info, self._generate(model, data_info, tokens))
 
     def predict_samples(
         self, model: nn.Module, data_info: dict[str, Any], samples: Any, folder: Path
@@ -393,12 +393,15 @@ class CausalLM:
         for i in range(0, len(samples), max(1, -(-len(samples) // 3))):
             tokens = samples[i][: max(1, self.sequence_length // 2)].tolist()
             prompt = decode(data_info, tokens)
-            text = self._generate_text(model, data_info, tokens)
-            parts.append(f"--- prompt\n{prompt}\n--- continuation\n{text.removeprefix(prompt)}\n")
+            # not a part of the whole text: the prompt may end within a character
+            new = decode(data_info, self._generate(model, data_info, tokens)[len(tokens) :])
+            parts.append(f"--- prompt\n{prompt}\n--- continuation\n{new}\n")
         return "\n".join(parts)
 
-    def _generate_text(self, model: nn.Module, data_info: dict[str, Any], prompt: list[int]) -> str:
-        tokens = generate(
+    def _generate(
+        self, model: nn.Module, data_info: dict[str, Any], prompt: list[int]
+    ) -> list[int]:
+        return generate(
             model,
             prompt,
             max_new_tokens=self.max_new_tokens,
@@ -407,7 +410,6 @@ class CausalLM:
             end=data_info["eos_token_id"],
             generator=torch.Generator().manual_seed(0),
         )
-        return decode(data_info, tokens)
 
 
 def encoder(data_info: dict[str, Any]) -> Callable[[str], list[int]]:

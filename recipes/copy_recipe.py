@@ -8,9 +8,8 @@ and the accelerate configs to accelerate_configs/ of the repository, and replace
 package name with yours. It overwrites none of your files. In a git repository that does not ignore
 runs/ yet, it adds the line /runs/ to .gitignore. When run again, it updates the files that you have
 not changed, which it knows from the hashes in <package>/training/.copied.json, and leaves out those
-that you have deleted. A project generated
-from the template already has the loop: it gets only the recipe and its config (and .copied.json in
-its package).
+that you have deleted. A project generated from the template already has the loop: it gets only the
+recipe and its config (and .copied.json in its package).
 With --tools, <package>/training/tools is copied too: report, doctor, runs, planner and preflight.
 """
 
@@ -237,8 +236,8 @@ def plan(
         with_tools: whether to copy tools/.
 
     Yields:
-        A path, its content, and its hashes if it was copied by hand: with the names replaced, or
-        (by cp alone) as in the template.
+        A path, its content, and the two hashes that the file may have if you copied it by hand:
+        with the names replaced by sed, or unchanged.
     """
 
     def read(source: Path, recipe: str) -> tuple[bytes, set[str]]:

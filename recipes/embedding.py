@@ -8,8 +8,8 @@
 # ///
 """Train text embeddings by contrastive learning, with in-batch negatives from all processes.
 
-Data:  python (each documented function of the standard library: the first paragraph of its
-       docstring is the query, its source without the docstring the document), or pairs
+Data:  python (documented functions of the standard library: the first paragraph of a docstring is
+       the query, the source without the docstring is the document), or pairs
        (<data_path>/train.jsonl and validation.jsonl, one object with "query" and "document" per
        line): --recipe.data
 Model: the mean of hashed character n-gram embeddings, and an MLP each for queries and documents.
@@ -17,8 +17,9 @@ Model: the mean of hashed character n-gram embeddings, and an MLP each for queri
        logit_scale.
 Loss:  the symmetric cross-entropy of CLIP (https://arxiv.org/abs/2103.00020, section 2.3) over the
        micro-batches of all processes: each query against all documents, each document against all
-       queries. Without gradient accumulation, the loss does not depend on the number of processes.
-       With accumulation there are fewer negatives, which changes the loss.
+       queries. All processes need micro-batches of the same size. Without gradient accumulation,
+       the loss then does not depend on the number of processes. With accumulation there are fewer
+       negatives, which changes the loss.
 The default config, with its measured recall and time, is configs/embedding.yaml.
 """
 
@@ -42,7 +43,7 @@ from torchmetrics.utilities import dim_zero_cat
 
 Bag = tuple[Tensor, Tensor]  # n-gram ids of all texts, and the offset at which each text begins
 
-MAX_DOCUMENTS = 10_000  # predict_samples searches this many, and the samples' own
+MAX_DOCUMENTS = 10_000  # predict_samples searches this many documents, and those of the samples
 TIE = 1e-6  # scores (-1 to 1) closer than this count as equal; float32 rounding stays below it
 
 
@@ -112,12 +113,18 @@ class Embedding:
         Args:
             model: has encode(bag, side) -> (B, D), unit vectors, and logit_scale, (1,).
             batch: the bags of queries and documents.
-            step: not used.
+            step: the number of the step; in the first one, the sizes of micro-batches are compared.
 
         Returns:
             loss_sum in nats, a scalar, and num_items, the number of pairs.
+
+        Raises:
+            ValueError: the processes have micro-batches of different sizes.
         """
         query, document = (model.encode(batch[side], side) for side in ("query", "document"))
+        # all steps have the same sizes; the checks before training use no gradients
+        if torch.is_grad_enabled() and vars(model).setdefault("first_step", step) == step:
+            check_sizes(len(query))
         queries, documents = all_gather_with_grad(query), all_gather_with_grad(document)  # (N, D)
         scale = model.logit_scale.exp()
         target = torch.arange(len(query), device=query.device) + len(query) * _rank()
@@ -143,7 +150,7 @@ class Embedding:
         """
         if os.path.isfile(argument):
             argument = Path(argument).read_text(encoding="utf-8", errors="replace")
-        query, *documents = [line for line in argument.splitlines() if line.strip()] or [""]
+        query, *documents = [line for line in argument.split("\n") if line.strip()] or [""]
         if not documents:
             raise ValueError(
                 "give a query and the documents to rank, one per line, or a file with them"
@@ -160,7 +167,10 @@ class Embedding:
         from rich.table import Table
         from rich.text import Text
 
-        pairs = samples.dataset.pairs
+        data, rows = samples.dataset, range(len(samples.dataset))
+        while not hasattr(data, "pairs"):  # a Subset, with overfit_batches
+            data, rows = data.dataset, [data.indices[i] for i in rows]
+        pairs = [data.pairs[i] for i in rows]
         candidates = sorted({*range(min(len(pairs), MAX_DOCUMENTS)), *samples.indices})
         documents = torch.cat(
             [
@@ -196,6 +206,21 @@ class Embedding:
 
 
 # ---- collectives --------------------------------------------------------------------------------
+def check_sizes(size: int) -> None:
+    """Refuse micro-batches of different sizes, whose embeddings all_gather cannot gather."""
+    if not torch.distributed.is_initialized():
+        return
+    sizes = [0] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(sizes, size)
+    if len({*sizes}) > 1:
+        raise ValueError(
+            f"the micro-batches of the {len(sizes)} processes have {', '.join(map(str, sizes))}"
+            " pairs, but the loss needs micro-batches of the same size: set"
+            f" batches.global_batch_size to a multiple of {len(sizes)}, and"
+            " batches.micro_batch_size to a divisor of it or to 0"
+        )
+
+
 def all_gather_with_grad(local: Tensor) -> Tensor:
     """Gather rows from all processes in order of rank; gradients flow back to their process.
 
@@ -313,7 +338,8 @@ def _concatenate(bags: list[Tensor]) -> Bag:
 def _read_jsonl(path: Path) -> list[tuple[str, str]]:
     if not path.is_file():
         raise FileNotFoundError(f"{path} not found; pairs need train.jsonl and validation.jsonl")
-    rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line]
+    # not splitlines, which also splits at characters that a text may contain, such as U+2028
+    rows = [json.loads(line) for line in path.read_text(encoding="utf-8").split("\n") if line]
     return [(row["query"], row["document"]) for row in rows]
 
 
@@ -330,7 +356,7 @@ def standard_library() -> list[tuple[str, str]]:
             tree = ast.parse(source)
         except (SyntaxError, ValueError):
             continue
-        lines = source.splitlines()
+        lines = source.split("\n")  # splitlines would also split at form feeds
         for node in ast.walk(tree):
             if isinstance(node, ast.FunctionDef) and (docstring := ast.get_docstring(node)):
                 query = docstring.split("\n\n")[0].replace("\n", " ")[:200]

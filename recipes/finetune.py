@@ -89,7 +89,7 @@ class Finetune:
     prompt_column: str = ""
     """causal_lm: the column of a prompt that precedes the text; the loss ignores it."""
     validation_fraction: float = 0.1
-    """The fraction held out, chosen by hashes, if the data has no validation or test split."""
+    """The fraction held out, chosen by hashes, if no validation or test split has complete rows."""
     max_length: int = 256
     """Maximum tokens of a sample, prompt included. A longer text is cut at its end; a prompt is cut
     at its beginning, down to half of this length."""
@@ -241,6 +241,7 @@ class Finetune:
                 )
             # in a column with class names, -1 means no label
             missing = (None, -1) if _class_names(rows, column) else (None,)
+            missing += ("",) * (setting == "text_column")
             complete -= {i for i, value in enumerate(rows[column]) if value in missing}
         return rows if len(complete) == len(rows) else rows.select(sorted(complete))
 
@@ -400,7 +401,7 @@ class Finetune:
         """
         text = read_if_file(argument)
         if self.task == "causal_lm":
-            return self._generate_text(model, text)
+            return self._generate_texts(model, text)[0]
         second = ""
         if self.second_text_column:
             text, _, second = text.partition("\n")
@@ -416,25 +417,31 @@ class Finetune:
         batch = {name: tensor.to(device) for name, tensor in batch.items()}
         return self._logits(model, batch)[0].softmax(-1)[0]
 
-    def _generate_text(self, model: Any, prompt: str) -> str:
-        """Return a prompt and its most likely continuation."""
+    def _generate_texts(self, model: Any, prompt: str) -> tuple[str, str]:
+        """Return a prompt with its most likely continuation, and the continuation alone."""
         tokenizer = _load_tokenizer(Path(model.name_or_path))
-        tokens = tokenizer(prompt, return_tensors="pt").to(next(model.parameters()).device)
-        length = tokens["input_ids"].shape[1]
+        ids = tokenizer(prompt).input_ids or [tokenizer.eos_token_id]  # generate needs a token
+        tokens = torch.tensor([ids], device=next(model.parameters()).device)
+        length = len(ids)
         limit = getattr(model.config, "max_position_embeddings", None) or 2**31
         if length >= limit:
             raise ValueError(
                 f"the prompt has {length} tokens, but the model takes fewer than {limit};"
                 " shorten it"
             )
-        generated = model.generate(
-            **tokens,
+        (generated,) = model.generate(
+            tokens,
+            attention_mask=torch.ones_like(tokens),
             max_new_tokens=min(self.max_new_tokens, limit - length),
             do_sample=False,
             pad_token_id=tokenizer.pad_token_id,
             eos_token_id=tokenizer.eos_token_id,
         )
-        return tokenizer.decode(generated[0], skip_special_tokens=True)
+        whole, new = (
+            tokenizer.decode(part, skip_special_tokens=True)
+            for part in (generated, generated[length:])
+        )
+        return whole, new
 
     def predict_samples(
         self, model: Any, data_info: dict[str, Any], samples: Any, folder: Path
@@ -450,7 +457,7 @@ class Finetune:
             table = Table("prompt", "text", "answer", show_lines=True)
             for i in range(0, len(samples), max(1, -(-len(samples) // 3))):
                 prompt, text = self._prompt(samples[i])
-                answer = self._generate_text(model, prompt).removeprefix(prompt)
+                answer = self._generate_texts(model, prompt)[1]
                 table.add_row(Text(prompt), Text(text), Text(answer.strip()))
             return table
         table, num_right = Table("text", "truth", "answer", "probability"), 0
@@ -483,8 +490,13 @@ class Finetune:
         if folder is None:
             return self._tensors_to_export(model, tensors)
         if self.lora_rank and self.merge_adapter:
-            # a copy, since training may continue
-            self._save_pretrained(copy.deepcopy(model).cpu().merge_and_unload(), folder)
+            # a copy, since training may continue; the GPU may have no memory for it
+            on_cpu = {
+                id(p): nn.Parameter(p.detach().to("cpu", copy=True), p.requires_grad)
+                for p in model.parameters()
+            }
+            copied = copy.deepcopy(model, on_cpu).cpu()
+            self._save_pretrained(copied.merge_and_unload(), folder)
             return None
         nothing = torch.empty(0)  # the loop writes the weights
         self._save_pretrained(model, folder, state_dict=dict.fromkeys(tensors, nothing))
@@ -689,7 +701,7 @@ def standard_library() -> list[dict[str, str]]:
     for module in MODULES:
         paths = sorted((root / module).rglob("*.py")) or [root / f"{module}.py"]
         for path in paths:
-            if not path.is_file() or "test" in path.parts:
+            if not path.is_file() or "test" in path.relative_to(root).parts:
                 continue
             for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
                 if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):

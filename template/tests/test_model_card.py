@@ -24,6 +24,10 @@ class Named(Ragged):
     dataset = "squad/plain"
     data_path = "/home/somebody/data"
 
+    def build_datasets(self, data_info):
+        train_set, sets = super().build_datasets(data_info)
+        return train_set, sets | {"planes": sets["validation"]}
+
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory) -> Config:
@@ -51,7 +55,7 @@ def test_the_card_says_what_was_trained_on_what_with_which_results(run):
         f"`Named` with {count} parameters, trained by `test_model_card.Named`",
         "for 4 steps of 16 samples with seed 3",
         "- dataset: squad/plain\n- the training set: 70 samples\n",
-        "- validation set validation: 23 samples\n",
+        "- validation set validation: 23 samples\n- validation set planes: 23 samples\n",
     ):
         assert words in body
     evaluations = records(run, "validation/accuracy")

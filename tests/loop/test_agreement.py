@@ -300,6 +300,7 @@ ROUNDED = NOISE * (1 + 1e-6)
         ("a text\nof lines", "a text\nof lines", "a text\nof  lines"),
         ("/node 1/data/a.png", "/node 2/data/a.png", "/node 1/data/b.png"),
         ("s3://one/a.png", "s3://two/a.png", "s3://one/b.png"),
+        ("rec/autos", "rec/autos", "sci/autos"),
         (PurePosixPath("/1/a.png"), PurePosixPath("/2/a.png"), PurePosixPath("/1/b.png")),
         (b"bytes", b"bytes", b"other"),
         ({"b": 1, "a": [2, "x"]}, {"a": [2, "x"], "b": 1}, {"a": [2, "y"], "b": 1}),

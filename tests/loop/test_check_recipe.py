@@ -9,6 +9,7 @@ import pytest
 import torch
 from checked import EACH_LAYOUT, LAYOUTS, check
 from documents import PROJECT
+from my_project.checks import recipe as recipe_check
 from my_project.checks.recipe import misspelled, sums_problem
 from my_project.evaluate import restored_state
 from my_project.recipe import PARAMETERS
@@ -124,6 +125,15 @@ def test_samples_that_collate_changes_are_still_compared(tmp_path, caplog, monke
     train(make_config(tmp_path, Sequences(kind="of whole batches"), steps=1, run_name="whole"))
     assert "loss and num_items cannot be compared: AssertionError" in caplog.text
     assert "add up" not in caplog.text
+
+
+def test_the_samples_are_read_once(tmp_path, monkeypatch):
+    reads, read = [], recipe_check.whole_and_halves
+    monkeypatch.setattr(
+        recipe_check, "whole_and_halves", lambda *given: reads.append(1) or read(*given)
+    )
+    assert train(make_config(tmp_path, steps=1)) == 0
+    assert len(reads) == 1
 
 
 def test_a_loss_that_counts_its_calls_is_named(tmp_path):

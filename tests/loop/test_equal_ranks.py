@@ -24,7 +24,8 @@ class Part(nn.Module):
         super().__init__()
         self.kind = kind
         self.scale = nn.Parameter(torch.ones(width), requires_grad=kind != "late")
-        self.register_buffer("state", torch.zeros(width), persistent=kind != "fleeting")
+        is_saved = kind not in ("fleeting", "emptied")
+        self.register_buffer("state", torch.zeros(width), persistent=is_saved)
         self.register_buffer("number", torch.zeros((), dtype=torch.int64))
         self.table = nn.Embedding(9, width, max_norm=0.5 if kind == "max_norm" else None)
 
@@ -39,6 +40,8 @@ class Part(nn.Module):
         if self.training and self.kind in ("carried", "fleeting"):
             x = x + self.state
             self.state.copy_(0.5 * self.state + own.mean(0))
+        if self.training and self.kind == "emptied":
+            self.state = None  # type: ignore[assignment]
         if self.training and self.kind == "counted":
             self.number.add_((own > 0).sum())
         return x
@@ -105,6 +108,10 @@ def test_buffers_that_differ_by_rank_are_named_and_the_run_goes_on(tmp_path, lay
         ((level, problem),) = findings
         assert level == "warn"
         assert ", ".join(CARRIED.values()) in problem
+
+
+def test_a_buffer_that_becomes_none_is_no_difference(tmp_path):
+    assert check(Parted(kinds=("emptied",)), tmp_path, 2, **UNUSED) == (0, [])
 
 
 @pytest.mark.parametrize("processes", quick(1, [1, 2]))

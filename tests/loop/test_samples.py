@@ -164,6 +164,18 @@ def test_the_whole_model_answers_and_rank_0_writes(tmp_path, sharded):
     assert record["pictures"] == ["samples/step_00000001/picture.png"]
 
 
+def train_without_tmp_on_rank_1(config: Config) -> int:
+    if os.environ["RANK"] == "1":
+        tempfile.tempdir = "/missing"
+    return train_on_each(config, True)
+
+
+def test_a_sharded_run_goes_on_if_one_rank_has_no_folder_for_samples(tmp_path):
+    config = each_config(tmp_path)
+    assert run_world(2, train_without_tmp_on_rank_1, config) == [0, 0]
+    assert not any("sample" in record for record in records(config, "validation/accuracy"))
+
+
 @pytest.mark.slow
 def test_an_error_in_a_sharded_model_ends_the_run(tmp_path):
     """The other ranks might wait in a gather for the one that failed."""

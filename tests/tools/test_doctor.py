@@ -234,6 +234,15 @@ def test_a_limit_of_open_files_is_a_cause_with_its_remedy(tmp_path, monkeypatch)
     assert "ulimit -n" in found["remedy"][0]
 
 
+@pytest.mark.parametrize(("workers", "said"), [(3, "fewer batches.workers (now 3)"), (0, "")])
+def test_each_cause_has_a_remedy_for_a_run(tmp_path, monkeypatch, workers, said):
+    run = begin(tmp_path, monkeypatch, batches__workers=workers)
+    values = doctor._values(doctor.Start(run=reader.read_run(run.folder)), {})
+    texts = {cause: " ".join(row).format_map(values) for cause, row in doctor.CAUSES.items()}
+    assert said in texts["full shared memory"]
+    assert said or not any("batches.workers" in text for text in texts.values())
+
+
 def test_a_full_disk_is_told_also_where_nothing_else_was_reported(tmp_path, monkeypatch):
     run = begin(tmp_path, monkeypatch)
     usage = shutil.disk_usage(tmp_path)

@@ -266,6 +266,19 @@ def test_runs_are_compared_by_settings_that_differ_and_in_shared_charts(trained,
     assert "python -m accelerate.commands.launch --config_file" in text.split("Curves")[0], "typed"
 
 
+def test_what_is_not_a_run_is_left_out_of_a_comparison(trained, tmp_path, capsys):
+    runs = [copy(trained, tmp_path / name, [*records_of(100)]) for name in ("a", "b")]
+    (tmp_path / "wandb").mkdir()
+    (tmp_path / "mlflow.db").write_text("")
+    assert "2 runs compared" in write_report(sorted(tmp_path.iterdir())).read_text()
+    left_out = f"not runs: {tmp_path}/mlflow.db, {tmp_path}/wandb"
+    assert left_out in capsys.readouterr().out
+    with pytest.raises(ConfigError, match="is not a run folder"):
+        write_report([tmp_path / "wandb"])
+    with pytest.raises(ConfigError, match="missing"):
+        write_report([*runs, tmp_path / "missing"])
+
+
 # ---- the file ------------------------------------------------------------------------------------
 def test_a_report_replaces_only_a_report(trained, tmp_path):
     run = copy(trained, tmp_path / "run", [*records_of(100)])

@@ -69,7 +69,8 @@ def model_card(run: Run, model: nn.Module) -> str:
     dataset, is_on_hub = dataset_name(config.recipe)
     data = [f"- dataset: {dataset}"] if dataset else []
     for set_name, length in run.lengths.items():
-        data.append(f"- {cell(set_name)}: {length:,}{'' if 'lanes' in set_name else ' samples'}")
+        unit = "" if set_name == "the lanes of the stream" else " samples"
+        data.append(f"- {cell(set_name)}: {length:,}{unit}")
     data_lines = "\n".join(data)
     datasets = f"datasets: [{dataset}]\n" if is_on_hub else ""
     return f"""---
@@ -117,7 +118,7 @@ def results(run: Run) -> str:
     """Return a table of the last evaluation and the best evaluation."""
     evaluations = [*records(run.folder, "evaluation")]
     if not evaluations:
-        return "None: the run has no validation set.\n"
+        return "None: no evaluation is recorded.\n"
     columns = {"last": evaluations[-1]}
     if best := [record for record in evaluations if record.values.get("is_best") is True]:
         columns["best"] = best[-1]

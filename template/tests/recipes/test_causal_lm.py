@@ -74,7 +74,22 @@ def test_data_is_packed_once_and_again_when_it_changes(tmp_path, monkeypatch):
     (tmp_path / "texts/00.txt").write_text("Another text, longer than the one before it was.")
     recipe.prepare_data()
     dataclasses.replace(recipe, sequence_length=8).prepare_data()
+    with pytest.raises(ValueError, match="does not fill one sequence"):
+        dataclasses.replace(recipe, pattern="00*", sequence_length=999).prepare_data()
     assert len(list((tmp_path / "cache").iterdir())) == 3, "and no temporary folder is left"
+
+
+def test_what_a_kill_while_packing_leaves_is_not_in_the_way(tmp_path, monkeypatch):
+    recipe = recipe_of(tmp_path)
+    with monkeypatch.context() as patch:  # as if it was killed: its folder stays
+        patch.setattr("shutil.rmtree", lambda *_, **options: None)
+        patch.setattr(CausalLM, "_is_validation", None)
+        with pytest.raises(TypeError):
+            recipe.prepare_data()
+    (left,) = (tmp_path / "cache").iterdir()
+    recipe.prepare_data()  # in a container, its process may have the same ID
+    assert left.is_dir()
+    assert len(list((tmp_path / "cache").iterdir())) == 2
 
 
 def test_a_table_on_disk_is_packed_again_when_it_changes(tmp_path):
@@ -144,6 +159,20 @@ def test_two_processes_and_a_resumed_run_learn_the_same(tmp_path):
     assert predict_as_typed(command).strip()
     (tmp_path / "prompt.txt").write_text("def ")
     assert predict_as_typed(f"{command} {tmp_path}/prompt.txt").startswith("def ")
+
+
+def test_a_continuation_does_not_repeat_a_prompt_that_ends_within_a_character(tmp_path):
+    recipe = recipe_of(tmp_path, temperature=0.0, max_new_tokens=1, sequence_length=8)
+    data_info = {"tokenizer": None, "eos_token_id": 256}
+    tokens = torch.tensor([*"ab☃".encode()])  # the prompt has 4 of these 5 bytes
+    scores = F.one_hot(torch.tensor(0x83), 257).float()  # the last byte of the character
+
+    class Completing(torch.nn.Linear):
+        def forward(self, context):
+            return scores.expand(*context.shape, 257)
+
+    shown = recipe.predict_samples(Completing(1, 1), data_info, [tokens], tmp_path)
+    assert shown == "--- prompt\nab\ufffd\n--- continuation\n\ufffd\n"
 
 
 @pytest.mark.slow

@@ -65,6 +65,15 @@ def test_training_is_the_same_for_any_number_of_processes(tmp_path):
         assert recalls[0] == pytest.approx(recalls[1])
 
 
+@pytest.mark.parametrize(("global_batch", "micro"), [(9, 0), (10, 3)])
+def test_unequal_micro_batches_are_refused_in_the_first_step(tmp_path, global_batch, micro):
+    batches = {"batches__global_batch_size": global_batch, "batches__micro_batch_size": micro}
+    config = run_config(tmp_path, **batches, distributed__timeout_seconds=20)
+    with pytest.raises(RuntimeError, match="ValueError: the micro-batches of the 2 processes have"):
+        run_world(2, train, config)
+    assert not records(config)
+
+
 def test_the_loss_equals_the_symmetric_cross_entropy_of_all_pairs(tmp_path):
     config = run_config(tmp_path)
     recipe = config.recipe
@@ -158,6 +167,31 @@ def test_ngrams_are_the_same_on_every_machine():
     model = TwoTowers(1000, 8, 0.1)
     lengths = model.encode((torch.tensor([1, 2, 3]), torch.tensor([0, 1])), "query").norm(dim=-1)
     torch.testing.assert_close(lengths, torch.ones(2))
+
+
+def test_only_line_ends_separate_pairs_and_lines_of_code(tmp_path, monkeypatch):
+    pair = {"query": "a\u2028b\u2029c", "document": "d\x85e"}
+    line = json.dumps(pair, ensure_ascii=False)
+    (tmp_path / "train.jsonl").write_text(f"{line}\n\n{line}\n", encoding="utf-8")
+    assert embedding._read_jsonl(tmp_path / "train.jsonl") == [(*pair.values(),)] * 2
+    code = [
+        "def f(x):",
+        '    """Return the number that follows."""',
+        "    y = x + 1",
+        "    return y",
+    ]
+    (tmp_path / "a.py").write_text("\n".join(["x = 1", "\f", *code]))
+    monkeypatch.setattr(embedding.sysconfig, "get_path", lambda _: str(tmp_path))
+    wanted = "\n".join([code[0], *code[2:]])
+    assert standard_library() == [("Return the number that follows.", wanted)]
+
+
+def test_samples_are_shown_with_overfit_batches(tmp_path):
+    config = run_config(tmp_path, overfit_batches=1, steps=1)
+    assert train(config) == 0
+    (shown,) = records(config, "sample")
+    assert "of 8 queries are nearest" in shown["sample"]
+    assert "among 12 documents" in shown["sample"]
 
 
 @pytest.mark.slow

@@ -220,7 +220,7 @@ def test_transformers_loads_the_export_of_a_full_model(tmp_path, folder, task):
     assert predict_as_typed(f"{command} {file}") == f"{answer}\n"
 
 
-def test_lora_exports_the_adapter_or_the_merged_model(tmp_path, folder):
+def test_lora_exports_the_adapter_or_the_merged_model(tmp_path, folder, monkeypatch):
     weights_of = pytest.importorskip("my_project.weights")
     import transformers
     from peft import AutoPeftModelForSequenceClassification
@@ -263,6 +263,9 @@ def test_lora_exports_the_adapter_or_the_merged_model(tmp_path, folder):
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs), (
         "merging does not affect training"
     )
+    model = trained_model(merged)
+    monkeypatch.setattr(torch.nn.Parameter, "__deepcopy__", lambda *_: 1 / 0)  # a copy on the GPU
+    merged.recipe.export(model, {}, {}, tmp_path / "again")
 
 
 def trained_a_little(config: Config):
@@ -411,13 +414,31 @@ def test_files_are_held_out_by_their_names(tmp_path, folder, name):
 def test_rows_without_a_text_or_a_label_are_skipped(tmp_path, folder):
     write_data(tmp_path / "train.jsonl", copies=1)
     with (tmp_path / "train.jsonl").open("a") as file:
-        for row in ({"text": "a nail"}, {"label": "tool"}):
+        for row in ({"text": "a nail"}, {"label": "tool"}, {"text": "", "label": "tool"}):
             file.write(json.dumps(row) + "\n")
     recipe = recipe_of(folder, data_path=str(tmp_path), validation_fraction=0.0)
     data_info = recipe.prepare_data()
     train_set, _ = recipe.build_datasets(data_info)
     assert data_info["classes"] == ["fruit", "tool"]
     assert len(train_set) == 8
+
+
+@pytest.mark.parametrize("prompt_column", ["", "prompt"])
+def test_samples_are_shown_if_a_prompt_has_no_token(tmp_path, folder, prompt_column):
+    recipe = recipe_of(folder, task="causal_lm", prompt_column=prompt_column)
+    samples = [{"prompt": "", "text": "an apple"}, {"prompt": " ", "text": "    a saw"}]
+    table = recipe.predict_samples(model_of(recipe), {}, samples, tmp_path)
+    assert table.row_count == 2
+
+
+def test_the_standard_library_is_read_also_below_a_folder_named_test(tmp_path, monkeypatch):
+    monkeypatch.setattr(finetune.sysconfig, "get_path", lambda _: str(tmp_path / "test"))
+    for folder in ("email", "email/test"):
+        (tmp_path / "test" / folder).mkdir(parents=True)
+        code = f'def f():\n    """Return what is in the folder {folder}."""\n'
+        (tmp_path / "test" / folder / "a.py").write_text(code)
+    rows = finetune.standard_library.__wrapped__()
+    assert [row["text"] for row in rows] == ["Return what is in the folder email."]
 
 
 def test_a_model_of_the_hub_comes_from_its_cache_and_the_adapter_names_it(

@@ -100,7 +100,7 @@ class Agreement:
         self.before = on_main_then_broadcast(
             findings.accelerator, lambda: files.read_json(self.path)
         )
-        # a restart on other hosts is compared: a node may have joined
+        # after a restart on other hosts, the ranks are compared again: a node may have joined
         self.start = {"launch": self.launch, "hosts": self.run.hosts}
         before = {name: self.before.get(name) for name in self.start}
         self.is_restart_in_place = bool(self.launch) and before == self.start

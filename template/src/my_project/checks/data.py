@@ -1,6 +1,7 @@
 """Read some samples of each dataset, and describe their content, so that it can be compared.
 
-Integers and text are kept as hashes (of a path, only the last part is hashed). Floating-point
+Integers and text are kept as hashes (of a path from the root, or a URL, only the last part is
+hashed, since folders may depend on the node). Floating-point
 values and images of bytes are kept as three numbers, since another type of CPU rounds differently.
 A separate process, like a loader worker, reads the samples while the model is built. So the
 training process opens no file whose position its loader workers would share, and changes no
@@ -39,9 +40,8 @@ ARRAYS = ("__array__", "__array_interface__")  # attributes of arrays, tensors a
 TOLERANCE = 1e-3  # for floating-point values, relative to their root mean square
 
 
-Fact: TypeAlias = (
-    str | list[float]
-)  # describes a part of a sample: a text, such as a hash, or three numbers
+# what describes a part of a sample: a text, such as a hash, or three numbers
+Fact: TypeAlias = str | list[float]
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -127,7 +127,7 @@ def _read(
     deadline = time.monotonic() + SECONDS
     facts: dict[str, Facts] = {}
     for name, data in datasets.items():
-        has_lanes = False  # the next line belongs to an optional part
+        has_lanes = False  # so that the next line can be deleted with loading/streams.py
         has_lanes = is_stream(data)
         length = getattr(data, "lanes", 0) if has_lanes else len(data)
         samples: dict[str, dict[str, Fact]] = {}
@@ -168,8 +168,10 @@ def parts(value: Any, name: str = "") -> Iterator[tuple[str, Fact]]:
         yield name, f"{len(value)} items"
         for number, item in enumerate(value[:MAX_ITEMS]):
             yield from parts(item, f"{name}/{number}")
-    elif isinstance(value, (str, bytes, PurePath)):
-        yield name, content_hash(last_part(str(value)) if not isinstance(value, bytes) else value)
+    elif isinstance(value, PurePath):
+        yield name, content_hash(value.name)
+    elif isinstance(value, (str, bytes)):
+        yield name, content_hash(last_part(value) if isinstance(value, str) else value)
     elif isinstance(value, (int, float)) or any(hasattr(value, name) for name in ARRAYS):
         yield from numbers(value, name)
     else:
@@ -178,7 +180,8 @@ def parts(value: Any, name: str = "") -> Iterator[tuple[str, Fact]]:
 
 def last_part(text: str) -> str:
     """Return a text, or only the last part if it is a path: its folders may depend on the node."""
-    is_path = text.startswith(("/", "./", "../", "~")) or not any(map(str.isspace, text))
+    # not every text with a slash: a label may have one
+    is_path = re.match(r"/|~|\.\.?/|\w+://", text)
     return PurePath(text).name if is_path and "\n" not in text else text
 
 

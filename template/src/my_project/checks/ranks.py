@@ -35,14 +35,14 @@ REMEDY = (
     " copy of it in the forward."
 )
 UNEQUAL = (
-    "after step {step} the ranks differ in the {kind} {names}, by up to {worst:.1e} of the norm"
+    "after step {step} the ranks differ in these {kind}s: {names}, by up to {worst:.1e} of the norm"
 )
 UNEQUAL_MESSAGES = {
     "parameter": f"{UNEQUAL}. {REMEDY}",
-    "buffer": f"{UNEQUAL}: each rank has computed its own, and rank 0's is saved. Gather the new"
-    " value from all ranks (docs/how-to/state-in-a-buffer.md).",
+    "buffer": f"{UNEQUAL}. Each rank has computed its own values, and those of rank 0 are saved."
+    " Gather new values from all ranks (docs/how-to/state-in-a-buffer.md).",
 }
-CHANGED = "a forward has changed the parameter {names}. " + REMEDY
+CHANGED = "a forward has changed these parameters: {names}. " + REMEDY
 UNFROZEN = (
     "{names}: requires_grad was False when this start began. It is True now, which has no effect:"
     " set it to True in build_model, or start another run from the weights."
@@ -118,7 +118,7 @@ class EqualRanks:
             self._report(CHANGED, (once - again) | ((once | again) & limited))
 
     def after_step(self) -> None:
-        """Compare weights and buffers after the first step of this start."""
+        """Compare weights and buffers after the first step of this start; raises as at_save."""
         if self.findings.is_restart_in_place:  # saves still compare
             return
         if self.hooks:
@@ -130,7 +130,11 @@ class EqualRanks:
         self.at_save()
 
     def at_save(self) -> None:
-        """Compare weights and buffers between the ranks; warn of what is not trained."""
+        """Compare weights and buffers between the ranks; warn of what is not trained.
+
+        Raises:
+            ConfigError: ranks have other weights, beyond rounding, and checks.ranks is end.
+        """
         if not self.findings.is_on("ranks"):
             return
         trained = {name for name, p in self.model.named_parameters() if p.requires_grad}
@@ -150,7 +154,8 @@ class EqualRanks:
         """Return, for each tensor, the difference within a group, relative to the norm."""
         device = self.accelerator.device
         tensors = dict(self.model.named_parameters()) | dict(self.model.named_buffers())
-        numbers = torch.stack([sketch(tensors[name]).to(device) for name in names])
+        gone = torch.zeros(1)  # a buffer may be None now
+        numbers = torch.stack([sketch(tensors.get(name, gone)).to(device) for name in names])
         largest = torch.stack([numbers, -numbers])  # one all-reduce also finds the smallest
         torch.distributed.all_reduce(largest, ReduceOp.MAX, group)
         spread = (largest.sum(0) / largest[0, :, :1].clamp(min=1e-30)).amax(1)

@@ -41,11 +41,11 @@ def check_sums(
 ) -> None:
     """Compare what `loss` returns for a few samples and for their halves. Called by every rank.
 
-    All forwards are in evaluation mode, without gradients and uncompiled: the first one in the
-    precision of training, in which loss must not return a sum in half precision, the others in full
-    precision (with FSDP, also in that of training). The samples are the same on every rank, and
-    weights and buffers are restored. For a stream, the first validation set is read, since a lane
-    may take long to open.
+    All forwards are in evaluation mode, without gradients and uncompiled. The first one has the
+    precision of training; its loss must not be a sum in half precision. The others have full
+    precision, except with FSDP, where they too have the precision of training. The samples are the
+    same on every rank, and weights and buffers are restored. For a stream, the first validation set
+    is read, since a lane may take long to open.
 
     Args:
         findings: the findings of this run.
@@ -55,7 +55,8 @@ def check_sums(
         validation_sets: the validation sets, by name.
 
     Raises:
-        ConfigError: loss returns values of another form, or a sum in a lower precision.
+        ConfigError: loss returns values of another form, or a sum in a lower precision; or it
+            returns no sums or draws its own random numbers, and checks.recipe is end.
     """
     config, accelerator = findings.run.config, findings.accelerator
     recipe, batches = config.recipe, config.batches
@@ -102,7 +103,8 @@ def check_sums(
         try:
             order = permutation(len(data), config.seed, 0)(np.arange(count))
             collate = partial(whole_and_halves, optional(recipe, "collate") or default_collate)
-            fetch = Fetch(data, collate, config.seed, batches.seed_samples)
+            # not auto: the seeds of whole_and_halves would count as a draw, and be read again
+            fetch = Fetch(data, collate, config.seed, batches.seed_samples is not False)
             options = {"max_workers": 1, "persistent_workers": False, "pin_memory": False}
             keys = [[(0, index) for index in order.tolist()]]
             (read,) = make_loader(batches, fetch, device, batch_sampler=keys, **options)
@@ -175,7 +177,11 @@ def sums_problem(returned: Callable[[int, int], np.ndarray], count: int) -> str:
 
 # ---- what has no effect --------------------------------------------------------------------------
 def check_settings(findings: Findings) -> None:
-    """Warn of averaged weights that stay near the initial ones, and of misspelled methods."""
+    """Find averaged weights that stay near the initial ones, and misspelled methods.
+
+    Raises:
+        ConfigError: there is one, and checks.recipe is end.
+    """
     if not findings.is_on("recipe"):
         return
     config = findings.run.config

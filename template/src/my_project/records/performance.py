@@ -288,7 +288,7 @@ class RankReports:
         sensors = peak_memory_bytes(device), gpu_utilization(device)
         is_cuda = device.type == "cuda"  # a copy from unpinned memory would wait for the GPU
         numbers = [[own_seconds, data_seconds, *sensors]]
-        # not in torch's default dtype: float16 cannot hold the bytes
+        # a recipe may have set torch's default dtype to float16, which cannot hold so many bytes
         reports = torch.tensor(numbers, dtype=torch.float32, pin_memory=is_cuda)
         self.work: Any = None
         if world_size > 1:

@@ -12,7 +12,8 @@ only on rank 0:
     wrap_batches(batches)       return the micro-batches of all steps; called once
     step_ended(step)            this many steps are done
     observe(report)             receive the numbers of a step, one step late or before a pause
-    end_interval()              return fields of an interval's record; may begin to gather more
+    end_interval()              return fields of an interval's record; may start a collective for
+                                the fields that gathered() returns
     gathered()                  return more fields, one step later or at a pause, on all ranks
     pause(kind)                 training waits for "evaluation" or "saving"
     resume(kind, seconds)       training has waited this long for it
@@ -286,7 +287,7 @@ class RecordFile:
         """
         if not os.path.lexists(self.path):
             return
-        rewritten = {"numerics"}  # kinds that this start finds again for the state's step
+        rewritten = {"numerics"}  # kinds of records that this start writes again at this step
         if state.evaluated_step != state.step:
             rewritten.add("evaluation")
         is_damaged = False

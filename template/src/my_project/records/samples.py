@@ -9,7 +9,7 @@ import logging
 import shutil
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,7 @@ from ..files import Json, T, discard
 from ..loading.layout import evenly_spaced
 from ..loading.loader import Fetch, identity, make_loader
 from ..loading.seeding import seed_forward
+from ..ranks import gather_on_main, on_main_then_broadcast
 from ..recipe import DataInfo, Dataset, Datasets, optional
 from ..run_folder import Run
 from ..words import rendered, short_path, shortened
@@ -77,14 +78,20 @@ def show(
     if not (predict_samples and validation_sets and config.evaluation.samples):
         return {}
     is_sharded = any(isinstance(module, FSDPModule) for module in model.modules())
-    with evaluation_mode(accelerator, model):  # a collective of all ranks
+    with evaluation_mode(accelerator, model), ExitStack() as stack:  # a collective of all ranks
         if not (is_sharded or accelerator.is_main_process):  # rank 0 has the whole model
             return {}
-        with (
-            nullcontext() if is_sharded else reported(),
-            tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder,
-        ):
+        data = None
+        with reported():
+            directory = tempfile.TemporaryDirectory(ignore_cleanup_errors=True)
+            folder = stack.enter_context(directory)
             data = read(config, next(iter(validation_sets.values())), device)
+        if is_sharded:  # no rank may begin a forward without the others
+            have_data = gather_on_main(accelerator, data is not None)
+            data = data if on_main_then_broadcast(accelerator, lambda: all(have_data)) else None
+        if data is None:
+            return {}
+        with nullcontext() if is_sharded else reported():
             seed_forward(config.seed, 0, 0, device)  # random numbers are the same each time
             answer = model(predict_samples, data_info, data, Path(folder)) or ""  # "": only files
             if accelerator.is_main_process:

@@ -51,8 +51,8 @@ class Screen:
     def is_shown(self, entry: logging.LogRecord) -> bool:
         """Return whether a line of the log is shown above the bar.
 
-        If it is the line of a record, only evaluations are: the bar shows the numbers of other
-        records. Under the launcher, their lines go to the log file.
+        Of the lines of records, only those of evaluations are shown: the bar shows the numbers of
+        the others. Under the launcher, the lines of the others go to the log file.
         """
         kind = getattr(entry, "kind", None)  # None: not the line of a record
         if not self.is_terminal or kind in (None, "evaluation"):

@@ -48,6 +48,7 @@ class TrackerThread(threading.Thread):
         self.open_tracker = open_tracker
         self.queue: queue.Queue[tuple[str, Callable]] = queue.Queue()
         self.is_open = threading.Event()  # also set if opening has failed
+        self.has_lost_records = False
         self.start()
 
     def put(self, action: str, function: Callable[[GeneralTracker], None]) -> None:
@@ -55,8 +56,9 @@ class TrackerThread(threading.Thread):
         if self.is_alive():
             if self.queue.qsize() < MAX_WAITING or action == "finish":
                 self.queue.put((action, function))
-            else:
-                text = "tracker %s lost a record: its queue already holds %d records"
+            elif not self.has_lost_records:  # one line: it may lose a record in each interval
+                self.has_lost_records = True
+                text = "tracker %s loses records: its queue already holds %d records"
                 logger.error(text, self.name, MAX_WAITING)
 
     def run(self) -> None:
@@ -99,9 +101,8 @@ class Trackers:
 
         Args:
             step: the number of steps done.
-            logged: for kinds of records at the end of metrics.jsonl, the newest step that an
-                earlier start has logged. A run that was killed repeats steps whose values W&B
-                already has.
+            logged: the newest step that an earlier start has logged, by kind of record. A run that
+                was killed repeats steps whose values W&B already has.
         """
         self.logged = logged
         for name in self.run.config.telemetry.trackers:

@@ -88,8 +88,8 @@ CAUSES = {
     "full disk": ("", "free some space ({free} left), or lower checkpoints.keep (now {keep})"),
     "full shared memory": (
         "/dev/shm is too small for the micro-batches of the loader workers, or for NCCL",
-        "enlarge /dev/shm (docker run --shm-size; in Kubernetes an emptyDir of medium Memory), or"
-        " use fewer batches.workers (now {workers})",
+        "enlarge /dev/shm (docker run --shm-size; in Kubernetes an emptyDir of medium Memory)"
+        "{fewer_workers}",
     ),
     "loader worker": (
         "it was killed for lack of host memory, or /dev/shm was full: it reported no exception",
@@ -152,8 +152,8 @@ class Start:
     run: Run
     launch: str = ""  # its name, as in run.json; "": not known
     is_unopened: bool = False  # it has not opened the run folder: it is starting, or has failed
-    # in seconds since 1970; 0: not known. A bound: a start that has opened the run folder began
-    # before it, any other start after it
+    # a bound in seconds since 1970; 0: not known. The start began before this time if it has opened
+    # the run folder, and otherwise after it
     began: float = 0.0
     failures: list[Failure] = field(default_factory=list)  # sorted by time
     hosts: dict[int, str] = field(default_factory=dict)  # by rank, as far as known
@@ -241,8 +241,8 @@ def _changed(path: Path) -> float:
 def _read_logs(start: Start, opened: float, launch: str, stamp: str) -> Start:
     """Add what the newest log folder of each node contains, unless it is older than `opened`.
 
-    If the names of some are later than `stamp`, the others are left out, since a launch may have
-    fewer nodes than the one before it. Stop signals that came before the start `launch` are left
+    If some folders are named later than `stamp`, folders with earlier names are left out, since the
+    newest launch may have fewer nodes. Stop signals that came before the start `launch` are left
     out.
     """
     begun = max((b.time for b, _ in each_start(start.run.folder) if b.id == launch), default=0.0)

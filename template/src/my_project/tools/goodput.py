@@ -24,8 +24,8 @@ class Span:
     first_step_time: float | None = None
     last: float  # the newest record
     is_lost: bool  # it failed, or later starts did some of its steps again
-    # the last step that is kept: later starts repeated the steps after it, or, after a failure,
-    # would have to
+    # the last step that is kept: later starts repeated the steps after it or, after a failure, will
+    # have to repeat them
     kept_step: float
     kept_until: float = 0.0
     data_until: float = 0.0
@@ -37,9 +37,9 @@ def goodput(folder: Path) -> dict[str, Any]:
     Returns:
         "launcher" (the time in which a launcher ran) and "calendar" (the time since the first
         launcher began): "seconds", and the share of each of PARTS; in "calendar" also "down".
-        "unknown_starts": the number of starts (by accelerate launch, torchrun) in times in which,
-        according to starts.jsonl, no launcher ran. {} if no start is in starts.jsonl, or if times
-        are damaged.
+        "unknown_starts": the number of starts at times when, according to starts.jsonl, no launcher
+        ran: accelerate launch or torchrun started them. {} if no start is in starts.jsonl, or if
+        times are damaged.
     """
     if not (starts := spans(folder)):
         return {}

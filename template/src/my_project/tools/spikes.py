@@ -22,7 +22,7 @@ TAILS = 3.0
 # The standard deviation is taken as at least this share of the median, since flat curves have noise
 MIN_RELATIVE = 0.02
 MIN_ABSOLUTE = 1e-9  # the same for a median of 0
-PAUSE = WINDOW // 2  # the next value that can be marked comes this many values later, finite or not
+PAUSE = WINDOW // 2  # the smallest distance of marked values; values that are not finite count too
 
 
 def spikes(values: Iterable[float]) -> Iterator[int]:

@@ -90,9 +90,8 @@ def value_axis(values: np.ndarray, *, from_zero: bool) -> Axis:
     """
     values = values[np.isfinite(values)]
     positive = values[values > 1e-290]
-    is_log = not from_zero and len(positive) >= 0.99 * len(
-        values
-    )  # the others are at the lower end
+    # up to 1% of the values may be zero or negative: they are drawn at the lower end
+    is_log = not from_zero and len(positive) >= 0.99 * len(values)
     if not is_log or positive.max() <= LOG_RATIO * positive.min():
         low = float(values.min())
         return linear_axis(min(low, 0.0) if from_zero else low, float(values.max()))

@@ -16,7 +16,7 @@ from pathlib import Path
 from ...files import ConfigError, open_own, write_atomically
 from ...run_files import local_folder
 from ...words import make_parser, say
-from ..reader import run_tool
+from ..reader import is_run, run_tool
 from .page import GENERATOR, page
 
 MAX_RUNS = 8  # the number of colors that are easy to tell apart
@@ -33,8 +33,12 @@ def write_report(folders: list[Path], output: str | None = None) -> Path:
     from .history import read_history  # both modules import numpy
     from .sections import body
 
-    # runs/* includes an earlier report of several runs
+    # runs/* includes an earlier report of several runs, and what trackers write
     folders = list({path.resolve(): path for path in folders if not is_report(path)}.values())
+    others = [path for path in folders if path.exists() and not is_run(path)]
+    if len(folders) > len(others) > 0:
+        say(f"left out, since they are not runs: {', '.join(map(str, others))}")
+        folders = [path for path in folders if path not in others]
     if not 0 < len(folders) <= MAX_RUNS:
         raise ConfigError(f"{len(folders)} runs are given, but a report shows 1 to {MAX_RUNS}.")
     common = Path(os.path.commonpath([folder.resolve().parent for folder in folders]))
