@@ -313,10 +313,8 @@ def optimizer_state(
             groups.append(rest | {"params": [names[id(p)] for p in group["params"]]})
         for parameter, values in optimizer.state.items():
             if id(parameter) not in names:
-                shape = tuple(parameter.shape)
-                raise TypeError(
-                    f"its state has a parameter of shape {shape} that is not the model's"
-                )
+                key = getattr(parameter, "shape", parameter)  # not the values of a tensor
+                raise TypeError(f"its state has a key that is not a parameter of the model: {key}")
             for slot, value in values.items():
                 key = f"{names[id(parameter)]}/{slot}"
                 slots[key] = pack(value, key, tensors, is_sharded=isinstance(parameter, DTensor))
