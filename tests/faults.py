@@ -365,7 +365,7 @@ def sound_run(number: int, folder: Path) -> list[str]:
     train = ["--config", "run.yaml"]
     if name in FIVE:
         train = ["--config", str(ROOT / f"template/configs/{name}.yaml"), *SHORT.split()]
-        train += ["--evaluation.samples", "0", "--run_name", "sound"]
+        train += ["--run_name", "sound"]
         if name != "embedding":  # its loss needs the global batch in one micro-batch per rank
             train += ["--batches.micro_batch_size", "2"]
     elif name == "gan":

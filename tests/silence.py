@@ -116,7 +116,7 @@ CASES = [
          sees="changed", word=r"beside\.py", why="`checks.code`", beside="NUMBER = {}"),
     Case(name="a dropout rate that depends on the rank", recipe="DropoutByRank", processes=2,
          sees="refused", word="model", why="`repr(model)` must be equal on all ranks"),
-    Case(name="a parameter set by the first batch (ActNorm)", recipe="Parting", mistake="norm",
+    Case(name="a parameter that the first batch sets (ActNorm)", recipe="Parting", mistake="norm",
          processes=2, sees="ended", word=r"0\.scale", why="`checks.ranks`"),
     Case(name="`nn.Embedding(max_norm=...)`", recipe="Parting", mistake="embedding", processes=2,
          sees="ended", word=r"table\.weight", why="`checks.ranks`"),
