@@ -75,7 +75,7 @@ def test_a_server_that_refuses_is_told_before_training(tmp_path, server):
     }
     for name, env, url, code, said in (
         ("wrong-key", environment, server.url, 2, "the mirror s3://"),
-        ("no-key", environment | without_keys, server.url, 2, "locate credentials. Set the"),
+        ("no-key", environment | without_keys, server.url, 2, "locate credentials: set the"),
         ("no-bucket", server.environment, "s3://no-such-bucket", 1, "cannot be used"),
         ("no-server", server.environment | missing, server.url, 1, "cannot be used"),
     ):
