@@ -214,8 +214,8 @@ ROOMS = (
     ),
     Room(
         name="blocks",
-        goes="No activations are recomputed. With torch.compile, accelerate compiles the whole model,"
-        " in evaluations too.",
+        goes="No activations are recomputed. With torch.compile, accelerate compiles the whole"
+        " model, in evaluations too.",
         files=("blocks.py",),
         word=r"(?<!model)_blocks|\bblocks_|\bblocks import",
         lines={"parallel.py": 3, "records/performance.py": 2},

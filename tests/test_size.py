@@ -17,12 +17,12 @@ REPOSITORY = Path(__file__).resolve().parents[1]
 TEMPLATE = REPOSITORY / "template"
 PACKAGE = TEMPLATE / "src/my_project"
 CEILINGS = {
-    "lines of train.py and all that it imports": 8_867,
+    "lines of train.py and all that it imports": 8_872,
     "files of train.py and all that it imports": 55,
-    "lines of the package without tools/": 11_666,
+    "lines of the package without tools/": 11_671,
     "lines of tools/": 2_717,
     "lines of template/tests": 4_654,
-    "lines of template/tests and tests": 23_870,
+    "lines of template/tests and tests": 23_880,
     "settings": 60,
     "methods of a recipe": 14,
     "lines of launching/": 2_117,

@@ -107,6 +107,22 @@ def refused(config) -> str:
     return str(error.value)
 
 
+def on_partly_shared_disks(folder: Path, config) -> str:
+    """Train one process per host; hosts 0 and 1 share a disk, and host 2 has its own."""
+    host = int(os.environ["RANK"])
+    disk(folder, host // 2).mkdir(exist_ok=True)
+    os.chdir(disk(folder, host // 2))
+    os.environ |= {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+    socket.gethostname = lambda: f"host{host}"
+    return refused(config)
+
+
+def test_nodes_of_which_only_some_share_a_disk_are_refused(tmp_path):
+    """Two ranks would move and remove the same files, and shards would be lost."""
+    for message in run_world(3, on_partly_shared_disks, tmp_path, deep(tmp_path)):
+        assert "on host2 is not the folder that rank 0 on host0 wrote to" in message
+
+
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory):
     folder = tmp_path_factory.mktemp("whole")

@@ -84,7 +84,8 @@ def open_run(
 
     Raises:
         ConfigError: `must_agree`, versions, run.numerics or the lengths of datasets differ between
-            ranks, or a node does not see the run folder that rank 0 wrote to; or as Run.begin.
+            ranks, or a node does not see the run folder that rank 0 wrote to (if nodes may
+            have their own: some see it, others do not); or as Run.begin.
     """
     # the text of a dataclass has the order of a set, or an address, which differ between processes
     plain = {n: to_dict(value) if is_dataclass(value) else value for n, value in must_agree.items()}
@@ -95,9 +96,15 @@ def open_run(
     run.lengths = lengths
     token = on_main_then_broadcast(accelerator, run.begin)
     seen = gather_on_main(accelerator, run.sees(token))
-    others = {host for host, sees in zip(run.hosts, seen, strict=False) if not sees}
-    hosts = on_main_then_broadcast(accelerator, lambda: ", ".join(sorted(others)))
-    run.is_shared, must_be_shared = not hosts, True  # delete the next line with its setting
-    must_be_shared = not run.config.checkpoints.mirror
-    if hosts and must_be_shared:
+    sharing, apart = (
+        {host for host, sees in zip(run.hosts, seen, strict=False) if sees is value}
+        for value in (True, False)
+    )
+    # if only some nodes share a disk, several ranks would move and remove the same files
+    hosts, is_mixed = on_main_then_broadcast(
+        accelerator, lambda: (", ".join(sorted(apart)), len(sharing) > 1)
+    )
+    run.is_shared, may_be_apart = not hosts, False  # delete the next line with its setting
+    may_be_apart = bool(run.config.checkpoints.mirror)
+    if hosts and (is_mixed or not may_be_apart):
         raise ConfigError(not_shared(run.folder, hosts, run.hosts[0]))
