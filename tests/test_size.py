@@ -17,15 +17,15 @@ REPOSITORY = Path(__file__).resolve().parents[1]
 TEMPLATE = REPOSITORY / "template"
 PACKAGE = TEMPLATE / "src/my_project"
 CEILINGS = {
-    "lines of train.py and all that it imports": 8_872,
+    "lines of train.py and all that it imports": 8_887,
     "files of train.py and all that it imports": 55,
-    "lines of the package without tools/": 11_671,
-    "lines of tools/": 2_717,
-    "lines of template/tests": 4_654,
-    "lines of template/tests and tests": 23_880,
+    "lines of the package without tools/": 11_696,
+    "lines of tools/": 2_719,
+    "lines of template/tests": 4_664,
+    "lines of template/tests and tests": 23_923,
     "settings": 60,
     "methods of a recipe": 14,
-    "lines of launching/": 2_117,
+    "lines of launching/": 2_127,
     "lines of main in train.py": 40,
     "lines of train_step in train.py": 45,
     "Any per 1,000 lines without tools/ and launching/": 15,

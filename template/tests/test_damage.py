@@ -3,6 +3,7 @@
 import errno
 import json
 import os
+import re
 import shutil
 import subprocess
 from collections.abc import Callable, Iterator
@@ -19,7 +20,7 @@ from my_project.checkpoint import resuming
 from my_project.config import Config, ConfigError
 from my_project.failures import exception_failure
 from my_project.files import read_yaml
-from my_project.run_files import read_errors
+from my_project.run_files import checkpoints, read_errors
 from my_project.run_folder import Run
 from my_project.settings import parse
 
@@ -137,12 +138,23 @@ CONFIGS = KINDS | {
 
 
 @pytest.mark.parametrize("kind", CONFIGS)
-def test_a_damaged_config_is_one_sentence(copied, kind):
-    (copied.folder / "config.yaml").write_bytes(CONFIGS[kind])
-    with pytest.raises(
-        ConfigError, match=r"config\.yaml (cannot|holds)|trained with different settings"
-    ):
+def test_a_damaged_config_is_one_sentence_with_a_remedy(copied, kind):
+    path = copied.folder / "config.yaml"
+    path.write_bytes(CONFIGS[kind])
+    with pytest.raises(ConfigError) as error:
         train(copied)
+    if "trained with different settings" not in str(error.value):
+        assert re.search(r"config\.yaml (cannot|holds|is empty)", str(error.value))
+        assert "restore the file" in str(error.value)
+        assert f"--resume {checkpoints(copied.folder)[-1]}" in str(error.value)
+
+
+def test_a_run_whose_config_is_missing_does_not_go_on_with_other_settings(copied):
+    (copied.folder / "config.yaml").unlink()
+    other = change(copied, optim=change(copied.optim, lr=copied.optim.lr / 2), steps=7)
+    with pytest.raises(ConfigError, match="the settings of this run are not known"):
+        train(other)
+    assert steps(copied) == [1, 2, 3, 4, 5, 6]
 
 
 @pytest.mark.parametrize("kind", ["aliases of aliases", "nested"])

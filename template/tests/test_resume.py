@@ -165,7 +165,7 @@ def test_resume_from_a_path_that_is_not_a_checkpoint_is_refused(tmp_path):
     for name, problem in {
         "nowhere": "it does not exist",
         "other": "it is a run folder; the checkpoints of a run are in its checkpoints/",
-        "empty": "it has no manifest.json, so it was never completed",
+        "empty": "it has no manifest.json, so it is not a complete checkpoint",
     }.items():
         sentence = f"{name} cannot be used: {problem}; give another checkpoint, auto or never"
         with pytest.raises(ConfigError, match=sentence):

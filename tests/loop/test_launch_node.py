@@ -25,8 +25,9 @@ from my_project.config import ConfigError
 from my_project.files import TransientError, read_json, wait_until
 from my_project.launching import launch, nodes, workers
 from my_project.launching.attempts import Starts
-from my_project.launching.summary import how_it_ended
+from my_project.launching.summary import Ending, how_it_ended
 from my_project.process import CODE, Launcher
+from my_project.run_files import Status
 from runs import quick
 from test_accelerate_configs import CONFIGS
 from test_launch import CONFIG, steps_done, wait_for_steps
@@ -385,6 +386,33 @@ def test_the_summary_names_no_process_that_the_launcher_killed(tiny, monkeypatch
     shown = capsys.readouterr().err
     assert "rank 0 was ended by SIGSEGV" in shown
     assert "rank 1" not in shown
+
+
+@pytest.mark.parametrize("signal_number", [signal.SIGKILL, signal.SIGABRT])
+def test_a_killed_rank_is_blamed_and_not_a_rank_that_lost_contact_with_it(
+    tmp_path, capsys, signal_number
+):
+    """A rank that has lost contact may itself end by SIGABRT."""
+    lost = failures.record(reason="lost contact", cause="lost contact")
+    Ending(
+        folder=tmp_path,
+        logs=tmp_path,
+        status=Status(outcome="failed", reason="rank 0: lost contact"),
+        is_new=True,
+        is_first_node=True,
+        failures=[lost],
+        stop_signal="",
+        stop_signal_time=math.inf,
+        command="",
+        codes={1: -signal_number, 0: 1, 2: -signal.SIGKILL},
+        killed=[2],
+    ).print()
+    shown = capsys.readouterr().err
+    is_killed = signal_number == signal.SIGKILL
+    assert (", rank 1 ---" in shown) == is_killed
+    assert ("rank 1 was ended by SIGKILL" in shown) == is_killed
+    assert ("rank 0: lost contact" in shown) == (not is_killed)
+    assert "rank 2" not in shown
 
 
 def settled(

@@ -512,6 +512,16 @@ def test_a_damaged_time_limit_does_not_end_the_doctor(tmp_path, monkeypatch, lim
 
 
 # ---- damage, secrets -----------------------------------------------------------------------------
+def test_a_damaged_config_is_to_be_restored_before_the_command_continues(raised, tmp_path):
+    folder = tmp_path / "run"
+    shutil.copytree(raised.folder, folder)
+    (folder / "checkpoints/step_00000001").mkdir(parents=True)
+    (folder / "checkpoints/step_00000001/manifest.json").write_text("{}")
+    assert not any("config.yaml" in line for line in diagnose(folder)["remedy"])
+    (folder / "config.yaml").write_text("")
+    assert "restore config.yaml (best/ and export/ have copies)" in diagnose(folder)["remedy"]
+
+
 MISSED = [("metrics.jsonl", "empty"), ("metrics.jsonl", "missing"), ("errors", "missing")]
 
 

@@ -63,7 +63,7 @@ def read_manifest(folder: Path) -> Manifest:
     if (folder / "run.json").is_file():
         raise ValueError("it is a run folder; the checkpoints of a run are in its checkpoints/")
     if not path.is_file():
-        raise ValueError("it has no manifest.json, so it was never completed")
+        raise ValueError("it has no manifest.json, so it is not a complete checkpoint")
     try:
         text = read_own(path, follow=True).decode()
         content: Manifest = json.loads(text)["manifest"]

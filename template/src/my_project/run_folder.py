@@ -80,7 +80,7 @@ class Run:
         if rank == 0:
             with files.writing(self.folder):
                 self.lock = self._lock()
-        refuse_other_settings(self.config)
+        refuse_other_settings(self.config, must_be_known=rank == 0)
 
     @property
     def is_first_on_disk(self) -> bool:
@@ -356,17 +356,33 @@ def starts_over_now(config: Config, info: run_files.RunInfo | None = None) -> bo
     return config.resume == "never" and not is_later
 
 
-def refuse_other_settings(config: Config) -> None:
+def refuse_other_settings(config: Config, *, must_be_known: bool = True) -> None:
     """Refuse a run folder if settings that affect its training curve differ from the config's.
+
+    A folder in which a run has trained is also refused if its config.yaml cannot be read or, with
+    `must_be_known`, is missing. (A node with its own disk may have only checkpoints.)
 
     A saved setting that no longer exists is ignored, unless it is in `fixed_settings` of run.json:
     then it had a value other than its default.
     """
-    path = config.folder / "config.yaml"
-    is_begun = run_files.checkpoints(config.folder) or (config.folder / "export").exists()
-    if config.resume == "never" or not (is_begun and os.path.lexists(path)):
+    newest = run_files.checkpoints(config.folder)[-1:]
+    is_begun = newest or (config.folder / "export").exists()
+    path, saved = config.folder / "config.yaml", dict[str, files.Json]()
+    is_absent = not (os.path.lexists(path) or must_be_known)
+    if config.resume == "never" or not is_begun or is_absent:
         return
-    before = saved_fixed_settings(files.read_yaml(path, follow=False), config)
+    problem = f"{path} is empty."
+    try:
+        saved = files.read_yaml(path, follow=False)
+    except ConfigError as error:
+        problem = str(error)
+    if not saved:
+        resume = f", with --resume {newest[0]} from there" if newest else ""
+        raise ConfigError(
+            f"{problem} So the settings of this run are not known: restore the file (best/ and"
+            f" export/ have copies), or choose another --run_name{resume}."
+        )
+    before = saved_fixed_settings(saved, config)
     now = fixed_settings(config)
     used = run_files.read_info(config.folder).fixed_settings
     if used is not None:

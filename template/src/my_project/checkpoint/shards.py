@@ -279,9 +279,11 @@ class TensorReader:
         missing = tensors.keys() - self.shards.keys()
         unknown = self.shards.keys() - tensors.keys()
         if missing or unknown:
+            lacks = ("the file lacks", missing), ("the model lacks", unknown)
+            what = ", ".join(f"{who} {', '.join(sorted(names))}" for who, names in lacks if names)
             raise ConfigError(
-                f"{self.folder}/{self.kind}.safetensors does not fit the model: the file lacks"
-                f" {sorted(missing)}, the model lacks {sorted(unknown)}."
+                f"{self.folder}/{self.kind}.safetensors does not fit the model: {what}. Undo the"
+                " change of the model, or train it under another --run_name."
             )
         for name in self.shards:
             tensors[name].copy_(self.read_like(name, tensors[name]))

@@ -2,6 +2,7 @@
 
 import importlib
 import shlex
+import signal
 import sys
 from collections.abc import Collection
 from contextlib import suppress
@@ -18,6 +19,9 @@ from ..words import PACKAGE, format_metric, format_seconds, say
 from .attempts import signal_name
 
 WIDTH = 80  # characters in the rule above a block
+
+# a process that has lost contact may end by SIGABRT, but not by these signals
+ENDED_BY = {signal.SIGKILL, signal.SIGSEGV, signal.SIGBUS}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,6 +80,12 @@ class Ending:
     def _first(self) -> Failure | None:
         return first_failure(self.failures)
 
+    @property
+    def _silent(self) -> int | None:
+        """The first rank here that a signal ended, so that it could report nothing; or None."""
+        ended = (rank for rank, code in self.codes.items() if -code in ENDED_BY)
+        return next((rank for rank in ended if rank not in self.killed), None)
+
     def tell(self) -> int:
         """Print how the run ended, after all output of its processes; return the exit code."""
         with suppress(OSError):  # a closed terminal
@@ -120,16 +130,20 @@ class Ending:
     def _print_failed(self) -> None:
         title, reason, calls = "failed", unexplained(self.codes, self.killed), []
         # the frames in which a rank noticed the failure of another rank say little
-        is_consequence = True
+        is_consequence, silent = True, None
         if failure := self._first:
             is_consequence = failure.cause in CONSEQUENCES
             frames = () if is_consequence else failure.frames
             calls = [f"  {frame.place}" for frame in frames if not frame.library]
             title += f" after step {failure.step} of {self.status.steps}" if failure.step else ""
-            title += f", rank {failure.rank} on {failure.host}"
+            silent = self._silent if is_consequence else None
+            who = f"rank {failure.rank} on {failure.host}" if silent is None else f"rank {silent}"
+            title += f", {who}"
             reason = failure.reason or reason
         if self.is_new and is_consequence:
             reason = self.status.reason or reason
+        if silent is not None:
+            reason = unexplained({silent: self.codes[silent]}, ())
         others = len({failure.rank for failure in self.failures}) - 1
         ranks = f"{others} more failed: {self.folder / 'errors'}" if others > 0 else ""
         doctor = command_line("doctor", self.folder) if has_tool("doctor") else ""

@@ -530,6 +530,8 @@ def diagnose(folder: Path, now: float | None = None) -> dict[str, Any]:
     if outcome not in ("finished", "running", "starting"):
         step = newest_checkpoint(folder)
         effect = "starts again from step 0" if step is None else f"continues from step {step}"
+        if step is not None and not run.settings:  # a start refuses the folder
+            remedy.append("restore config.yaml (best/ and export/ have copies)")
         remedy.append(f"{'then ' * bool(remedy)}the same command {effect}")
     look_at = [*cause.get("look_at", [])]
     if kind in ENDED_FROM_OUTSIDE:
