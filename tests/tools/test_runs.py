@@ -16,7 +16,7 @@ from my_project.tools.doctor import diagnose
 from my_project.tools.reader import format_number, run_tool
 from my_project.tools.runs import differences, list_runs, summarize
 from ragged import Ragged
-from runs import make_config
+from runs import make_config, run_unread
 from terminal import Terminal
 
 
@@ -117,6 +117,12 @@ def test_an_error_without_a_file_is_told_as_a_sentence(capsys):
     with pytest.raises(SystemExit):
         run_tool(fail)
     assert capsys.readouterr().err == "error: Broken pipe.\n"
+
+
+@pytest.mark.parametrize("command", ["runs", "report", "doctor"])
+def test_a_tool_ends_quietly_if_the_reader_of_its_output_has_ended(tmp_path, command):
+    run = write_run(tmp_path, "a", "finished").folder
+    assert run_unread(command, tmp_path if command == "runs" else run) == ""
 
 
 def test_a_run_is_compared_with_the_first_of_its_recipe(tmp_path):

@@ -29,6 +29,7 @@ from ..run_files import (
     read_info,
     read_status,
 )
+from ..words import until_output_closes
 
 PARTS_OF_A_RUN = ("config.yaml", "status.json", "run.json", "metrics.jsonl", "checkpoints")
 LATEST = 100  # records that show what a run is doing now
@@ -176,7 +177,8 @@ def is_run(folder: Path) -> bool:
 def run_tool(main: Callable[[], None]) -> None:
     """Run a tool; exit with a sentence if a file cannot be read or a run does not exist."""
     try:
-        main()
+        with until_output_closes():
+            main()
     except ConfigError as error:
         exit_with_error(error)
     except OSError as error:
