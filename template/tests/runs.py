@@ -2,9 +2,6 @@
 
 import dataclasses
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -98,19 +95,6 @@ def choose(run: Any) -> Path | None:
     from my_project.checkpoint import resuming
 
     return resuming.choose(Accelerator(cpu=True), run)
-
-
-def run_unread(*words: Any) -> str:
-    """Run a command whose standard output nothing reads; return what it writes to stderr."""
-    read, write = os.pipe()
-    os.close(read)
-    command = [sys.executable, "-m", "my_project", *map(str, words)]
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
-    done = subprocess.run(
-        command, stdout=write, stderr=subprocess.PIPE, text=True, env=environment, check=False
-    )
-    os.close(write)
-    return done.stderr
 
 
 def train(config: Config) -> int:

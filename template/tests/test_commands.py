@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 from ragged import Ragged
-from runs import averaged, change, make_config, records, run_unread, status, train, values, weights
+from runs import averaged, change, make_config, records, status, train, values, weights
 from safetensors.torch import load_file
 from test_metrics import Variational
 from test_resume import interrupted_at
@@ -59,11 +59,6 @@ def test_predict_answers_without_accelerate_data_or_network(export):
     model = Ragged().build_model({"features": 6}).eval()
     model.load_state_dict(weights(export))
     assert float(answer.stdout) == pytest.approx(model(torch.full((1, 1, 6), 0.5)).item(), abs=1e-6)
-
-
-def test_a_command_ends_quietly_if_the_reader_of_its_output_has_ended(export):
-    for command, *words in ("predict", "0.5"), ("evaluate",), ("evaluate", "--json"):
-        assert run_unread(command, export, *words, "--trust", "ragged.Ragged") == ""
 
 
 # ---- one file ------------------------------------------------------------------------------------

@@ -9,7 +9,6 @@ import pytest
 from documents import PROJECT
 from my_project.__main__ import COMMANDS
 from my_project.exits import Warned
-from runs import run_unread
 
 HEAVY = ("torch", "accelerate", "jsonargparse", "yaml", "numpy", "psutil")
 PACKAGE = PROJECT / "src/my_project"
@@ -31,10 +30,6 @@ def test_commands_are_listed_before_anything_heavy_is_imported():
     assert {"my_project", "argparse"} <= imported
     assert not imported & set(HEAVY)
     assert call("--help").stdout == done.stdout
-
-
-def test_the_list_ends_quietly_if_its_reader_has_ended():
-    assert run_unread() == ""
 
 
 @pytest.mark.parametrize("command", THERE)

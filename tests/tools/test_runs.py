@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -16,7 +17,7 @@ from my_project.tools.doctor import diagnose
 from my_project.tools.reader import format_number, run_tool
 from my_project.tools.runs import differences, list_runs, summarize
 from ragged import Ragged
-from runs import make_config, run_unread
+from runs import make_config
 from terminal import Terminal
 
 
@@ -110,19 +111,27 @@ def test_a_number_is_rounded_before_its_unit_is_chosen(value, text):
     assert format_number(value) == text
 
 
-def test_an_error_without_a_file_is_told_as_a_sentence(capsys):
+def test_an_error_without_a_file_is_told_as_a_sentence(capsys, monkeypatch):
     def fail() -> None:
-        raise BrokenPipeError(32, "Broken pipe")
+        raise OSError(5, "Input/output error")
 
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
     with pytest.raises(SystemExit):
         run_tool(fail)
-    assert capsys.readouterr().err == "error: Broken pipe.\n"
+    assert capsys.readouterr().err == "error: Input/output error.\n"
 
 
 @pytest.mark.parametrize("command", ["runs", "report", "doctor"])
-def test_a_tool_ends_quietly_if_the_reader_of_its_output_has_ended(tmp_path, command):
+def test_a_tool_ends_without_a_message_if_the_reader_of_its_output_has_ended(tmp_path, command):
     run = write_run(tmp_path, "a", "finished").folder
-    assert run_unread(command, tmp_path if command == "runs" else run) == ""
+    read, write = os.pipe()
+    os.close(read)
+    words = ["-m", "my_project", command, str(tmp_path if command == "runs" else run)]
+    done = subprocess.run(
+        [sys.executable, *words], stdout=write, stderr=subprocess.PIPE, text=True, check=False
+    )
+    os.close(write)
+    assert (done.returncode, done.stderr) == (-signal.SIGPIPE, "")
 
 
 def test_a_run_is_compared_with_the_first_of_its_recipe(tmp_path):

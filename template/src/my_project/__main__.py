@@ -31,20 +31,18 @@ def main() -> None:
     from .config import ConfigError
     from .failures import exit_with_error
     from .settings import did_you_mean
-    from .words import until_output_closes
 
     folder = Path(__file__).parent
     files = {name: folder / f"{at.replace('.', '/')}.py" for name, at in COMMANDS.items()}
     available = {name: file for name, file in files.items() if file.exists()}
     command = sys.argv[1] if len(sys.argv) > 1 else "--help"
     if command in ("-h", "--help"):
-        with until_output_closes():
-            print(f"usage: python -m {__package__} COMMAND ...; COMMAND --help lists its options\n")
-            for name, file in available.items():
-                text = file.read_text(encoding="utf-8")
-                text = getattr(commands, name).__doc__ if name in search_path.ON_WEIGHTS else text
-                first_line = text.splitlines()[0].strip('"')
-                print(f"  {name:10} {first_line}")
+        print(f"usage: python -m {__package__} COMMAND ...; COMMAND --help lists its options\n")
+        for name, file in available.items():
+            text = file.read_text(encoding="utf-8")
+            text = getattr(commands, name).__doc__ if name in search_path.ON_WEIGHTS else text
+            first_line = text.splitlines()[0].strip('"')
+            print(f"  {name:10} {first_line}")
     elif command not in available:
         hint = did_you_mean(command, available) or f"; use one of {', '.join(available)}."
         exit_with_error(ConfigError(f"there is no command {command}{hint}"))

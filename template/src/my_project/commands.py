@@ -19,7 +19,7 @@ from .process import LAUNCHER
 from .recipe import PARAMETERS, DataInfo, Datasets, Recipe, optional
 from .run_files import local_folder
 from .safety.search_path import run_folder
-from .words import format_metric, make_parser, rendered, say, until_output_closes
+from .words import format_metric, make_parser, rendered, say
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -98,12 +98,11 @@ def print_evaluation(arguments: argparse.Namespace, output: TextIO | None = None
         agree(accelerator, {f"the step of {folder}": (before, step)})
         results = evaluate.evaluate(accelerator, config, model, datasets, step)
         if accelerator.is_main_process:
-            with until_output_closes():
-                if arguments.json:
-                    line = json.dumps({"weights": str(folder)} | finite(results), allow_nan=False)
-                    print(line, file=output, flush=True)
-                else:
-                    say_results(folder, results)
+            if arguments.json:
+                line = json.dumps({"weights": str(folder)} | finite(results), allow_nan=False)
+                print(line, file=output)
+            else:
+                say_results(folder, results)
     return 0
 
 
@@ -187,8 +186,7 @@ def print_prediction(arguments: argparse.Namespace) -> None:
     config, data_info, model = load(weights, arguments.trust, given)
     predict = require_method(config.recipe, "predict")
     with torch.no_grad(), errors_as_sentences():  # such as a file that is not an image
-        answer = predict(model, data_info, arguments.argument)
-    say(answer)
+        say(predict(model, data_info, arguments.argument))
 
 
 # ---- validation samples --------------------------------------------------------------------------

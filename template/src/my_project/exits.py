@@ -31,7 +31,7 @@ from .process import (
     write_logs,
 )
 from .safety.redaction import MaskedFormatter, mask
-from .words import printable, say, short_path, until_output_closes
+from .words import printable, say, short_path
 
 
 @dataclass
@@ -69,8 +69,8 @@ def errors_reported(outcome: Outcome, failures: Any = Exception) -> Iterator[Non
 
 def run(main: Callable[..., int | None], *arguments: Any) -> NoReturn:
     """Run a command and exit with its code."""
-    outcome = Outcome(code=0)
-    with errors_reported(outcome), until_output_closes():
+    outcome = Outcome()
+    with errors_reported(outcome):
         outcome.code = main(*arguments)
     raise SystemExit(outcome.code or 0)
 

@@ -4,10 +4,7 @@ import argparse
 import io
 import math
 import os
-import select
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from inspect import cleandoc
 from pathlib import Path
 from typing import Any, TextIO
@@ -29,20 +26,6 @@ def say(*lines: object, to: TextIO | None = None) -> None:
     """Print untrusted lines without characters that control the terminal."""
     text = printable("\n".join(map(str, lines)), keep="\n\t")
     print(text, file=to or sys.stdout, flush=True)
-
-
-@contextmanager
-def until_output_closes() -> Iterator[None]:
-    """End the block without an error if the reader of the output, such as `head`, has ended."""
-    try:
-        yield
-        sys.stdout.flush()
-    except BrokenPipeError:
-        output = select.poll()
-        output.register(1, 0)
-        if not output.poll(0):
-            raise  # of another pipe or a socket
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # for what Python writes when it exits
 
 
 def processes(count: int) -> str:

@@ -7,6 +7,7 @@ out and named in `problems`.
 import json
 import math
 import os
+import signal
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -29,7 +30,6 @@ from ..run_files import (
     read_info,
     read_status,
 )
-from ..words import until_output_closes
 
 PARTS_OF_A_RUN = ("config.yaml", "status.json", "run.json", "metrics.jsonl", "checkpoints")
 LATEST = 100  # records that show what a run is doing now
@@ -176,9 +176,10 @@ def is_run(folder: Path) -> bool:
 
 def run_tool(main: Callable[[], None]) -> None:
     """Run a tool; exit with a sentence if a file cannot be read or a run does not exist."""
+    # end without a message if the reader of the output, such as `head`, has ended
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)
     try:
-        with until_output_closes():
-            main()
+        main()
     except ConfigError as error:
         exit_with_error(error)
     except OSError as error:
