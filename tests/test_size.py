@@ -22,7 +22,7 @@ CEILINGS = {
     "lines of the package without tools/": 11_696,
     "lines of tools/": 2_721,
     "lines of template/tests": 4_664,
-    "lines of template/tests and tests": 23_941,
+    "lines of template/tests and tests": 23_934,
     "settings": 60,
     "methods of a recipe": 14,
     "lines of launching/": 2_127,

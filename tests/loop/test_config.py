@@ -22,17 +22,10 @@ MESH = {"ACCELERATE_USE_PARALLELISM_CONFIG": "true"}
 @pytest.mark.parametrize(
     ("size", "processes", "sentence"),
     [
-        (
-            4,
-            5,
-            "16 gives 4 micro-batches of at most 4, fewer than 5 processes: start at most 4, or",
-        ),
-        (4, 17, "16 gives 4 micro-batches of at most 4, fewer than 17 processes: start at most 4."),
-        (
-            32,
-            2,
-            "16 gives 1 micro-batch of at most 32, fewer than 2 processes: start at most 1, or set",
-        ),
+        (4, 5, "4 micro-batches of at most 4 samples, fewer than 5 processes: start at most 4, or"),
+        (4, 17, "4 micro-batches of at most 4 samples, fewer than 17 processes: start at most 4."),
+        (1, 17, "16 micro-batches of at most 1 sample, fewer than 17 processes: start at most 16."),
+        (32, 2, "1 micro-batch of at most 32 samples, fewer than 2 processes: start at most 1, or"),
         (0, 17, "16 gives 16 samples, fewer than 17 processes: start at most 16."),
     ],
 )

@@ -151,7 +151,7 @@ def test_what_is_refused_before_the_first_step_is_one_line(project):
     lines, code = typed(f"configs/tiny.yaml {words}", project).end()
     assert code == 2
     assert lines[-1].startswith("error: ")
-    assert "16 gives 4 micro-batches of at most 4, fewer than 5 processes" in lines[-1]
+    assert "16 gives 4 micro-batches of at most 4 samples, fewer than 5 processes" in lines[-1]
     assert not (project / "runs").exists(), "a refused launch leaves no folder"
 
 

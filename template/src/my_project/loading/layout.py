@@ -86,7 +86,7 @@ def batch_layout(config: BatchesConfig, world_size: int) -> BatchLayout:
     total, size = config.global_batch_size, config.micro_batch_size
     if (limit := max_processes(config)) < world_size:
         parts = (
-            f"{limit} micro-batch{'es' * (limit != 1)} of at most {size}"
+            f"{limit} micro-batch{'es' * (limit != 1)} of at most {size} sample{'s' * (size > 1)}"
             if size
             else f"{total} samples"
         )
