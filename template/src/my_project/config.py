@@ -48,9 +48,9 @@ class BatchesConfig:
     """Maximum number of samples per forward pass; 0: each rank takes its part of the global batch
     in one pass, so dropout and BatchNorm depend on the number of processes. Otherwise the global
     batch is cut into as few micro-batches as possible, whose sizes differ by at most one. The ranks
-    take them in turn, so they are the same for any number of processes up to their number. The
-    launcher halves the value if a pass runs out of memory before the first save, unless a BatchNorm
-    or the loss depends on it (memory.py).
+    take them in turn, so the micro-batches do not depend on the number of processes, which can be
+    at most the number of micro-batches. The launcher halves the value if a pass runs out of memory
+    before the first save, unless a BatchNorm or the loss depends on it (memory.py).
     """
     workers: int | None = may_change(None, least=0)
     """Loader processes per rank; null: use one fewer than the CPUs of this rank, at most 8."""

@@ -187,7 +187,7 @@ class Run:
     def is_current(self) -> bool:
         """Return whether no later launch has begun this run, as far as this rank knows."""
         run_files.refresh(self.folder)
-        # once per record: read_info would be slower
+        # not read_info, which is slower: this is called for each record
         launch = files.read_json(self.folder / "run.json").get("launch")
         return self.token in ("", launch or self.token)
 
@@ -254,8 +254,9 @@ class Run:
         self.token = token
         seconds = 20.0
         if self.rank and self.config.checkpoints.mirror:  # on rank 0, is_locked would free the lock
-            # where locks work, rank 0's folder is locked; an unlocked folder is on another disk
-            seconds = 1.0 if run_files.is_locked(self.folder) is False else 20.0  # with a mirror
+            # A node may have its own disk. Where locks work, rank 0's folder is locked; an unlocked
+            # folder is on another disk.
+            seconds = 1.0 if run_files.is_locked(self.folder) is False else 20.0  # only with mirror
         return files.wait_until(lambda: run_files.read_info(self.folder).launch == token, seconds)
 
     def close(self) -> None:
@@ -328,9 +329,9 @@ class Run:
         The logs of all launches stay, since those of this launch, on any node, are being written.
 
         The order ensures that a kill never leaves a partial run that looks whole: first the
-        outcome; then the records: without its checkpoints, a start would drop them; then the
-        checkpoints and the export, from which a start would continue. run.json is moved last: while
-        it is in the folder, the next attempt of this launch knows that it must move the rest.
+        outcome, then the records, then the checkpoints and the export. A start that found records
+        but no checkpoint would delete the records. run.json is moved last: while it is in the
+        folder, the next attempt of this launch knows that it must move the rest.
         """
         names = {*os.listdir(self.folder)} - {"logs", ".lock"}
         # left by an earlier begin() that was killed

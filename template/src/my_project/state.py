@@ -17,7 +17,7 @@ from .run_folder import Run
 
 logger = logging.getLogger(__name__)
 
-# relative; the same sums differ by less if they are computed on another CPU or world size
+# A relative tolerance. Rounding on another CPU or world size changes the sums by less than this.
 ROUNDING = 1e-6
 
 
