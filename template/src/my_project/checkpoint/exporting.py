@@ -77,7 +77,7 @@ def export(
 
     def write(folder: Path, read: Read) -> None:
         def value(key: str) -> Tensor:
-            # the run may have been sharded before, in float32
+            # FSDP saves float32, and an earlier start of this run may have used FSDP
             return read(key).to(weights[key].dtype)
 
         if not needs_whole:

@@ -240,7 +240,7 @@ class Checkpoints:
         has_failed = self.writers == 1 and "checkpoint" in self.failures
         is_of_step = self._saved_step == self.run.step and not has_failed
         is_saved = is_of_step and None not in saved_names.values()
-        is_saved &= not has_two_views(self.optimizer)  # they hold the weights of train()
+        is_saved &= not has_two_views(self.optimizer)  # checkpoints then have those of train()
         if not is_saved:
             self.wait()  # until no job uses the buffers and the temporary folder
         if self.rank >= self.writers:

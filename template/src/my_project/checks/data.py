@@ -1,11 +1,10 @@
 """Read some samples of each dataset, and describe their content, so that it can be compared.
 
 Integers and text are kept as hashes (of a path from the root, or a URL, only the last part is
-hashed, since folders may depend on the node). Floating-point
-values and images of bytes are kept as three numbers, since another type of CPU rounds differently.
-A separate process, like a loader worker, reads the samples while the model is built. So the
-training process opens no file whose position its loader workers would share, and changes no
-dataset.
+hashed, since folders may depend on the node). Floating-point values and uint8 images are kept as
+three numbers, since another type of CPU rounds differently. A separate process, like a loader
+worker, reads the samples while the model is built. So the training process opens no file whose
+position its loader workers would share, and changes no dataset.
 """
 
 import dataclasses
@@ -147,7 +146,7 @@ def sample_facts(data: Any, index: int, seed: int) -> dict[str, Fact]:
         tell_epoch(data, 0, seed)
         seed_rng(derive_seed("check", index))
         if is_stream(data):
-            data = {index: next(iter(data.lane(index, 0, seed)))}  # of a stream
+            data = {index: next(iter(data.lane(index, 0, seed)))}  # a sample of a stream
         sample = data[index]
         return dict(islice(parts(sample), MAX_PARTS))
     except Exception as error:  # training will raise it too

@@ -103,7 +103,8 @@ def check_sums(
         try:
             order = permutation(len(data), config.seed, 0)(np.arange(count))
             collate = partial(whole_and_halves, optional(recipe, "collate") or default_collate)
-            # not auto: the seeds of whole_and_halves would count as a draw, and be read again
+            # not auto: seeding in whole_and_halves would count as a draw, and the samples would be
+            # read again
             fetch = Fetch(data, collate, config.seed, batches.seed_samples is not False)
             options = {"max_workers": 1, "persistent_workers": False, "pin_memory": False}
             keys = [[(0, index) for index in order.tolist()]]
@@ -187,7 +188,7 @@ def check_settings(findings: Findings) -> None:
     config = findings.run.config
     problem = ema_problem(config.optim.ema_decay, findings.run.total_steps)
     if problem and DRY_RUN not in os.environ:  # any EMA is near them in a dry run's few steps
-        findings.add("recipe", problem)  # of the EMA
+        findings.add("recipe", problem)  # the problem of the EMA
     for name, meant in misspelled(config.recipe).items():
         place = source_location(getattr(config.recipe, name))
         method = f"{type(config.recipe).__name__}.{name} ({place})"

@@ -108,7 +108,7 @@ def lengths(train_set: Dataset, validation_sets: Datasets) -> dict[str, int]:
     """Count the samples of each dataset, or its lanes."""
     counts = {f"validation set {name}": len(data) for name, data in validation_sets.items()}
     if is_stream(train_set):
-        return {"the lanes of the stream": train_set.lanes} | counts  # of a stream
+        return {"the lanes of the stream": train_set.lanes} | counts  # lanes of a stream
     return {"the training set": len(train_set)} | counts
 
 

@@ -228,8 +228,8 @@ def ignore_signals_except_parents(_: int) -> None:
             pass
         os._exit(0)
 
+    # a program that a dataset starts inherits the blocked signal: kill() ends it, not terminate()
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
-    # a program that a dataset starts inherits this: end it by kill(), not terminate()
     threading.Thread(target=wait_for_parent, name="signals", daemon=True).start()
 
 

@@ -24,9 +24,9 @@ logger = logging.getLogger(__name__)
 def prepare_data(config: Config) -> DataInfo:
     """Call the recipe's prepare_data in one process first; the other processes find the work done.
 
-    There is no timeout, since tokenizing can take hours, unless each node has its own runs folder
-    (until_all_are_done). The random state does not depend on the
-    config's seed, since the content of a cache must not depend on the run that fills it.
+    Tokenizing can take hours, so there is no timeout; only if each node has its own runs folder,
+    there is one (until_all_are_done). The random state does not depend on the config's seed, since
+    the content of a cache must not depend on the run that fills it.
 
     Returns:
         data_info.
