@@ -284,7 +284,7 @@ def advice(rows: list[dict[str, Any]]) -> list[str]:
     ]
     gpus, max_gpus = (row["nodes"] * row["gpus_per_node"] for row in (best, rows[-1]))
     if gpus < max_gpus:
-        text = f"More GPUs would not help: {gpus} are about as fast as {max_gpus}, or faster."
+        text = f"More GPUs would not help: a step on {max_gpus} is not much faster than on {gpus}."
         sentences.insert(1, text)
     return sentences
 
