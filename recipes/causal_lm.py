@@ -393,7 +393,7 @@ class CausalLM:
         for i in range(0, len(samples), max(1, -(-len(samples) // 3))):
             tokens = samples[i][: max(1, self.sequence_length // 2)].tolist()
             prompt = decode(data_info, tokens)
-            # not a part of the whole text: the prompt may end within a character
+            # decode the new tokens alone, since the prompt may end inside a character's bytes
             new = decode(data_info, self._generate(model, data_info, tokens)[len(tokens) :])
             parts.append(f"--- prompt\n{prompt}\n--- continuation\n{new}\n")
         return "\n".join(parts)

@@ -5,9 +5,9 @@ Each of these ranks writes into the run folder
     profile/rank_00000_steps_20_25.json.gz   for https://ui.perfetto.dev or chrome://tracing
     profile/rank_00000_steps_20_25.txt       torch's table of the operators that took the most time
 
-If this start trains the step before them, that step is a warm-up, which is not recorded. Profiling
-takes time, so an interval with profiled steps is slower than others. An error here does not end the
-run.
+The step before the profiled steps, if this start trains it, is a warm-up, which is not recorded.
+Profiling takes time, so an interval with profiled steps is slower than others. An error here does
+not end the run.
 """
 
 import logging

@@ -64,7 +64,7 @@ def show(
     Args:
         accelerator: this process's Accelerator.
         run: the run folder.
-        model: the prepared model, which calls a function with the plain model
+        model: the prepared model, whose forward calls a function with the plain model
             (contract.RecipeModule).
         data_info: the result of prepare_data.
         validation_sets: the validation sets, by name; the samples are from the first one.

@@ -83,7 +83,7 @@ class Trackers:
         self.run = run
         self.threads: list[TrackerThread] = []
         self.finish_seconds = FINISH_SECONDS
-        self.finish: dict[str, Callable] = {}  # how to finish, by tracker, unless by finish()
+        self.finish: dict[str, Callable] = {}  # by tracker; default: its finish()
 
     @staticmethod
     def check(config: Config) -> None:

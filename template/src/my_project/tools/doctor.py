@@ -152,8 +152,8 @@ class Start:
     run: Run
     launch: str = ""  # its name, as in run.json; "": not known
     is_unopened: bool = False  # it has not opened the run folder: it is starting, or has failed
-    # a bound in seconds since 1970; 0: not known. The start began before this time if it has opened
-    # the run folder, and otherwise after it
+    # A time in seconds since 1970 that bounds when the start began; 0: not known. If the start has
+    # opened the run folder, it began before this time; otherwise, it began after this time.
     began: float = 0.0
     failures: list[Failure] = field(default_factory=list)  # sorted by time
     hosts: dict[int, str] = field(default_factory=dict)  # by rank, as far as known
@@ -197,8 +197,8 @@ def newest_start(run: Run, locked: bool | None) -> Start:
     stamp = time.strftime("%Y%m%dT%H%M%S", time.gmtime(last_sign))
     start = _read_logs(Start(run=run), opened, launch, stamp)
     is_later = any(folder.name[:15] > stamp for folder in start.log_folders)
-    # restarts in place share this folder, and launcher.json is written only when a start ends, so
-    # both may be about an earlier start
+    # Restarts in place share a log folder, and launcher.json is written only when a start ends. So
+    # exits and failures may be those of an earlier start.
     name, _, number = launch.rpartition(".")
     restarts = int(number) if number.isdecimal() and not is_later else 0
     attempts = [end.restarts for end in start.exits.values() if end.time > opened]
@@ -293,7 +293,8 @@ def find_cause(start: Start) -> dict[str, Any]:
     """Return the cause of a failed start and what failed first, by name.
 
     The keys are "cause", fields of an error file, "what", "says", and some that may be left out:
-    "known", "look_at", "likely" (it replaces what CAUSES gives) and "is_known" (LIKELY).
+    "known", "look_at", "likely" (which replaces what CAUSES says) and "is_known" (which replaces
+    what LIKELY says).
     """
     failures = start.failures
     first = first_failure(failures)
