@@ -1,9 +1,9 @@
 """Error files: a process that fails writes one, which the launcher and the tools read.
 
 docs/run-folder.md describes its fields. The file is written to <run folder>/errors/. Under the
-launcher it is also written to the log folder of the launch, where that of a later start replaces
-it, and to a temporary folder: both exist before the run folder is open. Another file is written
-for torchrun, whose summary shows the first failure.
+launcher it is also written to the log folder of the launch and to a temporary folder: both exist
+before the run folder is open. In the log folder, the error file of a later start replaces it.
+Another file is written for torchrun, whose summary shows the first failure.
 """
 
 import errno

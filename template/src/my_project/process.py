@@ -103,8 +103,8 @@ def garbage_collected_at_records() -> Iterator[None]:
     A rank that pauses delays all ranks. So objects that exist now are not examined again (a full
     collection would take a tenth of a second), and records/recorder.py collects after the same step
     on all ranks. Between records, Python starts a collection only when the number of objects
-    created, minus the number freed, exceeds GARBAGE_OBJECTS. These collections limit the reference
-    cycles that steps leave if records are rare.
+    created, minus the number freed, exceeds GARBAGE_OBJECTS. If records are rare, these collections
+    limit the number of reference cycles, which each step leaves.
     """
     limits = gc.get_threshold()
     gc.collect()

@@ -4,10 +4,9 @@ Processes are restarted in place after a death by signal, lost contact with anot
 node or a device error, and if a smaller micro-batch may fit in memory; with --min_machines, also
 after a stall in which they waited for a node that has left. They are not restarted after other
 errors, most of which would repeat, nor after a stop signal. The launcher of node 0 appends a line
-to starts.jsonl once a start has begun (its rank 0 has written run.json), and another when the start
-has ended (docs/run-folder.md); at its own end it also appends the lines of a start in which its own
-processes failed before the start began. This module imports no torch, and the loop does not import
-it.
+to starts.jsonl once rank 0 of a start has written run.json, and another when the start has ended
+(docs/run-folder.md). If its own processes fail before rank 0 has written run.json, it appends both
+lines when it ends itself. This module imports no torch, and the loop does not import it.
 """
 
 import fcntl

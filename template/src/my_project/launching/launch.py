@@ -25,9 +25,9 @@ node uses any free port. In this order, the command
    error that another attempt would repeat (a wrong setting, an exception before the first step); 1
    any other error (a node that is late or lost, a later exception). --requeue is for a scheduler
    that restarts a run only after exit code 75. It turns code 1 into 75 if this launch wrote a newer
-   checkpoint. It turns code 75 into 1 if neither this launch nor the last two that began the run
-   wrote a newer checkpoint. A stop signal before the first process starts ends this command
-   immediately; --requeue then changes no exit code.
+   checkpoint. It turns code 75 into 1 if this launch wrote no newer checkpoint, and neither did the
+   last two launches that wrote run.json. A stop signal before the first process starts ends this
+   command immediately; --requeue then changes no exit code.
 """
 
 import argparse
@@ -649,8 +649,8 @@ def main(arguments: list[str]) -> int:
             note_blamed([failure.host])
     if not launch.own.requeue:
         return code
-    # once starts.jsonl names this launch, it says which checkpoint the launch began from, even if
-    # that checkpoint and the lines of earlier launches were fetched after the launch began
+    # A new line of starts.jsonl says from which checkpoint this launch continued. That checkpoint
+    # and the lines of earlier launches may have been downloaded after `steps` was read.
     if len(steps_now := attempts.steps_at_launches(folder)) > len(steps):
         steps = steps_now[:-1]
     # with --resume never, the checkpoints belong to the old run until this launch begins its own

@@ -116,9 +116,9 @@ def report_memory_kill(
 
     Args:
         before: count_memory_kills() when the start began.
-        codes: exit codes by rank. If a smaller micro-batch may fit, the killed process gets the
-            exit code in the file micro_batch_rank_*.json: 1, or 2 if only the user may set the
-            smaller size.
+        codes: exit codes by rank. If a smaller micro-batch may fit, the code of the killed process
+            is replaced here by the code in the file micro_batch_rank_*.json: 1, or 2 if only the
+            user may set the smaller size.
         failures: the failures of this start on this node; the new one is added.
         workers: the processes of this node.
         logs: the log folder.

@@ -169,8 +169,8 @@ class Workers:
             print(f"{newcomer} has joined: the run saves, then goes on with it", flush=True)
             self.makes_room = True
             os.kill(left[0].pid, signal.SIGUSR1)
-        # in training, the processes of a node that leaves save with the others; in startup they
-        # cannot save, so a node that leaves has failed
+        # If a node leaves in training, its processes save together with the others. In startup they
+        # cannot save, so a node that leaves has failed.
         return self.others.has_left and phase() == "starting"
 
 
