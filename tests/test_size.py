@@ -19,10 +19,10 @@ PACKAGE = TEMPLATE / "src/my_project"
 CEILINGS = {
     "lines of train.py and all that it imports": 8_887,
     "files of train.py and all that it imports": 55,
-    "lines of the package without tools/": 11_696,
+    "lines of the package without tools/": 11_706,
     "lines of tools/": 2_721,
-    "lines of template/tests": 4_664,
-    "lines of template/tests and tests": 23_934,
+    "lines of template/tests": 4_694,
+    "lines of template/tests and tests": 23_964,
     "settings": 60,
     "methods of a recipe": 14,
     "lines of launching/": 2_127,

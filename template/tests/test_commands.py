@@ -188,6 +188,22 @@ def test_data_that_is_not_that_of_the_training_is_a_warning(shown, tmp_path, cap
     assert "warning: the weights were trained on other data" in capsys.readouterr().err
 
 
+def test_an_evaluation_with_other_data_than_the_training_is_a_warning(tmp_path, capsys):
+    """Such as another mean, by which the recipe normalizes: the metrics would change in silence."""
+    config = make_config(tmp_path, Ragged(), steps=2)
+    assert run_world(1, train, config) == [0]
+    (checkpoint,) = checkpoints(config.folder)
+    arguments = argparse.Namespace(trust=["ragged.Ragged"], json=True, follow=True)
+    for is_changed in (False, True):
+        if is_changed:
+            (config.folder / "export/data_info.json").write_text('{"features": 6, "mean": 0.5}')
+        for folder in (config.folder, config.folder / "export", checkpoint):
+            arguments.folder = str(folder)
+            assert commands.print_evaluation(arguments) == 0
+            warned = "warning: the weights were trained on other data" in capsys.readouterr().err
+            assert warned == is_changed
+
+
 @dataclass(frozen=True, kw_only=True)
 class Compiled(Ragged):
     def build_model(self, data_info: dict[str, Any]) -> nn.Module:

@@ -15,9 +15,12 @@ from typing import Any
 import pytest
 from ragged import Ragged
 from runs import averaged, change, make_config, records, train, weights
+from safetensors import safe_open
+from torch import UntypedStorage
 from world import TESTS, World, run_world
 
 from my_project import follow
+from my_project.checkpoint import shards
 from my_project.config import Config, ConfigError
 from my_project.files import TransientError
 from my_project.run_files import checkpoints
@@ -142,6 +145,26 @@ def test_one_removed_while_it_is_read_costs_no_other_and_no_warning(run, monkeyp
     assert follow_folder(run.folder) == 0
     assert [line["step"] for line in lines(run)] == [2, 6]
     assert "is skipped" not in caplog.text
+
+
+def test_other_data_than_in_the_training_is_a_warning(run, capsys):
+    (run.folder / "export/data_info.json").write_text('{"features": 6, "mean": 0.5}')
+    assert follow_folder(run.folder) == 0
+    assert "warning: the weights were trained on other data" in capsys.readouterr().err
+
+
+def test_one_removed_before_torch_maps_it_is_passed_over(run, monkeypatch):
+    gone = checkpoints(run.folder)[1]
+
+    def open_file(path: Path, framework: str) -> Any:
+        if path.parent == gone:
+            shutil.rmtree(gone)
+            UntypedStorage.from_file(str(path), shared=False, nbytes=8)  # raises a RuntimeError
+        return safe_open(path, framework)
+
+    monkeypatch.setattr(shards, "safe_open", open_file)
+    assert follow_folder(run.folder) == 0
+    assert [line["step"] for line in lines(run)] == [2, 6]
 
 
 def test_a_damaged_checkpoint_is_named_and_skipped(run, caplog):

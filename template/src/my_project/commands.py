@@ -96,6 +96,8 @@ def print_evaluation(arguments: argparse.Namespace, output: TextIO | None = None
             weights.load_weights(folder, model.model)
         step = weights.trained_steps(folder)
         agree(accelerator, {f"the step of {folder}": (before, step)})
+        if accelerator.is_main_process:
+            warn_of_other_data(data_info, folder)
         results = evaluate.evaluate(accelerator, config, model, datasets, step)
         if accelerator.is_main_process:
             if arguments.json:
@@ -203,6 +205,26 @@ def validation_sets(config: Config) -> tuple[DataInfo, Datasets]:
     return data_info, datasets
 
 
+def warn_of_other_data(data_info: DataInfo, folder: Path) -> None:
+    """Warn if the recipe's prepare_data now returns another data_info than in the training.
+
+    Args:
+        data_info: what prepare_data returns now.
+        folder: an export, a checkpoint or a run; without an export in the run, nothing is compared.
+    """
+    from .files import read_json
+    from .weights import is_export
+
+    run = Path(run_folder(str(folder)))
+    export = next(filter(is_export, (folder, run / "best", run / "export")), None)
+    if export and data_info != read_json(export / "data_info.json"):
+        say(
+            "warning: the weights were trained on other data: prepare_data does not return the"
+            f" content of {export}/data_info.json",
+            to=sys.stderr,
+        )
+
+
 def show_samples(arguments: argparse.Namespace, weights: Path) -> None:
     """Print and write the recipe's answers for validation samples."""
     import torch
@@ -219,12 +241,7 @@ def show_samples(arguments: argparse.Namespace, weights: Path) -> None:
     data_info, datasets = validation_sets(config)
     data: Any = next(iter(datasets.values()))
     samples = Subset(data, evenly_spaced(data, NUM_SAMPLES))
-    if data_info != exported:
-        say(
-            "warning: the weights were trained on other data: prepare_data does not return the"
-            f" content of {weights}/data_info.json",
-            to=sys.stderr,
-        )
+    warn_of_other_data(data_info, weights)
     folder = Path(run_folder(str(weights)))
     if folder.is_relative_to(Path.cwd()):
         folder = folder.relative_to(Path.cwd())  # shorter to read

@@ -63,6 +63,8 @@ def follow_run(arguments: argparse.Namespace, output: TextIO | None = None) -> i
         data_info, datasets = commands.validation_sets(config)
         with start_accelerator(config) as accelerator:
             model = commands.prepared_model(accelerator, config, data_info)
+            if accelerator.is_main_process:
+                commands.warn_of_other_data(data_info, run)
             while True:
                 checkpoint, is_finished = on_main_then_broadcast(accelerator, results.look)
                 if not checkpoint and is_finished:

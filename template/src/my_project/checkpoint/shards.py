@@ -214,7 +214,8 @@ class TensorReader:
                 offset, whole = offsets.get(name, [[0] * len(shape), shape])
                 self.shards.setdefault(name, []).append((file, offset, shape))
                 self.shapes[name] = tuple(whole)
-        except (OSError, SafetensorError, ValueError) as error:
+        except (OSError, RuntimeError, SafetensorError, ValueError) as error:
+            # a RuntimeError is torch's, if the file was removed before torch mapped it
             raise ConfigError(f"{path} is damaged or missing: {error}.") from error
 
     def meta(self, name: str) -> Tensor:
