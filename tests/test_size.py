@@ -19,7 +19,7 @@ PACKAGE = TEMPLATE / "src/my_project"
 CEILINGS = {
     "lines of train.py and all that it imports": 8_887,
     "files of train.py and all that it imports": 55,
-    "lines of the package without tools/": 11_706,
+    "lines of the package without tools/": 11_707,
     "lines of tools/": 2_721,
     "lines of template/tests": 4_694,
     "lines of template/tests and tests": 23_964,

@@ -217,7 +217,8 @@ def warn_of_other_data(data_info: DataInfo, folder: Path) -> None:
 
     run = Path(run_folder(str(folder)))
     export = next(filter(is_export, (folder, run / "best", run / "export")), None)
-    if export and data_info != read_json(export / "data_info.json"):
+    trained = read_json(export / "data_info.json") if export else data_info
+    if json.dumps(trained, sort_keys=True) != json.dumps(data_info, sort_keys=True):  # NaN is equal
         say(
             "warning: the weights were trained on other data: prepare_data does not return the"
             f" content of {export}/data_info.json",
