@@ -171,8 +171,9 @@ def sums_problem(returned: Callable[[int, int], np.ndarray], count: int) -> str:
         f" {whole[0]:.5g} and {whole[1]:.5g} items, for their halves {first[0]:.5g} and"
         f" {first[1]:.5g} items, {second[0]:.5g} and {second[1]:.5g} items. The weights would"
         " depend on the number of processes. Return the sum of the per-item losses (such as"
-        ' reduction="sum") and the number of items in it, both without padding; or, for a loss that'
-        " compares samples with each other, set compares_samples = True in the recipe."
+        ' reduction="sum") and the number of items in it, both without padding, and check that no'
+        " shapes broadcast by mistake, such as (8, 1) and (8,). If the loss compares samples with"
+        " each other, set compares_samples = True in the recipe."
     )
 
 
