@@ -8,9 +8,9 @@ have the others. All of them are put into a folder of links to the project, in b
 project's names instead of the template's. All other arguments are passed to pytest.
 """
 
+import os
 import runpy
 import shutil
-import subprocess
 import sys
 import tomllib
 from pathlib import Path
@@ -58,12 +58,6 @@ def prepared(project: Path) -> Path:
 
 
 if __name__ == "__main__":
-    folder = prepared(Path(sys.argv[1]).resolve())
+    os.chdir(prepared(Path(sys.argv[1]).resolve()))
     helpers = ["--override-ini", "pythonpath=src tests tests/loop"]
-    command = [sys.executable, "-m", "pytest", "-q", *helpers, *sys.argv[2:]]
-    try:
-        code = subprocess.run(command, cwd=folder, check=False).returncode
-    finally:
-        # cookiecutter copies its template's folder and fails at a link to a project that is gone.
-        shutil.rmtree(folder)
-    raise SystemExit(code)
+    os.execv(sys.executable, [sys.executable, "-m", "pytest", "-q", *helpers, *sys.argv[2:]])

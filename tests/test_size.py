@@ -17,12 +17,12 @@ REPOSITORY = Path(__file__).resolve().parents[1]
 TEMPLATE = REPOSITORY / "template"
 PACKAGE = TEMPLATE / "src/my_project"
 CEILINGS = {
-    "lines of train.py and all that it imports": 8_888,
+    "lines of train.py and all that it imports": 8_890,
     "files of train.py and all that it imports": 55,
-    "lines of the package without tools/": 11_708,
+    "lines of the package without tools/": 11_720,
     "lines of tools/": 2_721,
-    "lines of template/tests": 4_694,
-    "lines of template/tests and tests": 23_964,
+    "lines of template/tests": 4_709,
+    "lines of template/tests and tests": 23_975,
     "settings": 60,
     "methods of a recipe": 14,
     "lines of launching/": 2_127,

@@ -188,6 +188,18 @@ def test_data_that_is_not_that_of_the_training_is_a_warning(shown, tmp_path, cap
     assert "warning: the weights were trained on other data" in capsys.readouterr().err
 
 
+def test_rounding_nan_and_links_are_no_other_data(tmp_path, capsys):
+    """As on another CPU, and in a cache of the Hugging Face Hub."""
+    info = {"mean": [0.1, 1e-17], "missing": float("nan"), "names": ["a", "b"], "features": 6}
+    (tmp_path / "blob").write_text(json.dumps(info | {"mean": [0.1 + 1e-9, -3e-17]}))
+    (tmp_path / "data_info.json").symlink_to(tmp_path / "blob")
+    commands.warn_of_other_data(info, tmp_path)
+    assert not capsys.readouterr().err
+    for other in ({"mean": [0.2, 1e-17]}, {"names": ["b", "a"]}, {"features": 7}, {"added": 1}):
+        commands.warn_of_other_data(info | other, tmp_path)
+        assert "trained on other data" in capsys.readouterr().err
+
+
 def test_an_evaluation_with_other_data_than_the_training_is_a_warning(tmp_path, capsys):
     """Such as another mean, by which the recipe normalizes: the metrics would change in silence."""
     config = make_config(tmp_path, Ragged(), steps=2)

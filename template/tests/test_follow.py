@@ -167,6 +167,15 @@ def test_one_removed_before_torch_maps_it_is_passed_over(run, monkeypatch):
     assert [line["step"] for line in lines(run)] == [2, 6]
 
 
+def test_too_little_memory_to_map_a_file_is_no_damage(run, monkeypatch):
+    def open_file(path: Path, framework: str) -> Any:
+        raise RuntimeError("unable to mmap 8 bytes: Cannot allocate memory (12)")
+
+    monkeypatch.setattr(shards, "safe_open", open_file)
+    with pytest.raises(RuntimeError, match="Cannot allocate"):
+        shards.TensorReader(checkpoints(run.folder)[1], "model")
+
+
 def test_a_damaged_checkpoint_is_named_and_skipped(run, caplog):
     path = checkpoints(run.folder)[1] / "model.safetensors"
     content = bytearray(path.read_bytes())

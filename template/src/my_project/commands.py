@@ -6,6 +6,7 @@ imported when they are used, so --help and the error for a wrong path appear imm
 
 import argparse
 import json
+import math
 import os
 import sys
 import tempfile
@@ -15,6 +16,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 from .config import Config, ConfigError
 from .exits import run, run_on_all_ranks
+from .files import Json
 from .process import LAUNCHER
 from .recipe import PARAMETERS, DataInfo, Datasets, Recipe, optional
 from .run_files import local_folder
@@ -217,13 +219,25 @@ def warn_of_other_data(data_info: DataInfo, folder: Path) -> None:
 
     run = Path(run_folder(str(folder)))
     export = next(filter(is_export, (folder, run / "best", run / "export")), None)
-    trained = read_json(export / "data_info.json") if export else data_info
-    if json.dumps(trained, sort_keys=True) != json.dumps(data_info, sort_keys=True):  # NaN is equal
+    # files in a cache of the Hugging Face Hub are links
+    if export and not is_close(data_info, read_json(export / "data_info.json", follow=True)):
         say(
             "warning: the weights were trained on other data: prepare_data does not return the"
             f" content of {export}/data_info.json",
             to=sys.stderr,
         )
+
+
+def is_close(value: Json, other: Json) -> bool:
+    """Return whether JSON values are equal, except that numbers may be rounded differently."""
+    if isinstance(value, dict) and isinstance(other, dict):
+        return value.keys() == other.keys() and all(is_close(value[k], other[k]) for k in value)
+    if isinstance(value, list) and isinstance(other, list):
+        return len(value) == len(other) and all(map(is_close, value, other))
+    if isinstance(value, float) and isinstance(other, float):
+        same = math.isclose(value, other, rel_tol=1e-5, abs_tol=1e-6)
+        return same or (math.isnan(value) and math.isnan(other))
+    return value == other
 
 
 def show_samples(arguments: argparse.Namespace, weights: Path) -> None:

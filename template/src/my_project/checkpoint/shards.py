@@ -215,7 +215,9 @@ class TensorReader:
                 self.shards.setdefault(name, []).append((file, offset, shape))
                 self.shapes[name] = tuple(whole)
         except (OSError, RuntimeError, SafetensorError, ValueError) as error:
-            # a RuntimeError is torch's, if the file was removed before torch mapped it
+            # torch raises a RuntimeError if the file was removed before torch maps it
+            if isinstance(error, RuntimeError) and path.exists():
+                raise  # such as too little memory
             raise ConfigError(f"{path} is damaged or missing: {error}.") from error
 
     def meta(self, name: str) -> Tensor:
