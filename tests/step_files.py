@@ -1,14 +1,15 @@
 """Find the files of the package that a training step uses, from its data to its checkpoint.
 
-A run shows them: on rank 0 of two processes under DDP, a profile function in all threads notes the
-files whose functions are called between the loss of one step and the loss two steps later, when the
-checkpoint in between is on the disk. The recipe's own files do not count.
+A run shows them: on rank 0 of two processes under DDP, a profile function notes the files whose
+functions are called between the loss of one step and the loss two steps later, when the save in
+between has ended. Only the main thread and the thread of the save count: other threads, such as the
+watchdog's, act after a time, and so may or may not act between the two losses. The recipe's own
+files do not count.
 """
 
 import os
 import sys
 import threading
-import time
 from pathlib import Path
 from typing import Any
 
@@ -30,18 +31,18 @@ def entered(folder: Path) -> list[str]:
 
     def note(frame: Any, event: str, _: object) -> None:
         if is_on.is_set() and event == "call":
-            files.add(frame.f_code.co_filename)
+            if threading.current_thread().name in ("MainThread", "checkpoint"):
+                files.add(frame.f_code.co_filename)
 
     loss = Ragged.loss
-    manifest = config.folder / f"checkpoints/step_{SAVED:08d}/manifest.json"
 
     def marked(self: Any, model: Any, batch: Any, step: int) -> Any:
         if step == FIRST:
             is_on.set()
         elif step == LAST and is_on.is_set():
-            deadline = time.monotonic() + 60
-            while not manifest.exists() and time.monotonic() < deadline:
-                time.sleep(0.01)
+            for thread in threading.enumerate():
+                if thread.name == "checkpoint":
+                    thread.join()
             is_on.clear()
         return loss(self, model, batch, step)
 
