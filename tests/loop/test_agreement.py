@@ -61,8 +61,9 @@ class Differing(Ragged):
         return os.environ.get("RANK", "0") == self.on_rank or self.how.startswith("drawn")
 
     def prepare_data(self) -> dict[str, Any]:
-        more = {"words": "b a" if self.how == "vocabulary" else "a b"}
-        return super().prepare_data() | more
+        factor = {"rounded": 1 + 1e-7, "shifted": 1.001}.get(self.how, 1.0)
+        words = "b a" if self.how == "vocabulary" else "a b"
+        return super().prepare_data() | {"words": words, "mean": [0.1307 * factor, 3e-5 * factor]}
 
     def build_datasets(self, data_info: dict[str, Any]) -> Any:
         train, validation_sets = super().build_datasets(data_info)
@@ -213,7 +214,8 @@ STARTS = [
     ("edited", "data", "samples 0, 17, 35, 52"),
     ("code", "code", "beside.py"),
     ("grown", "data", "has length 80, not 70"),
-    ("vocabulary", "data", "words"),
+    ("vocabulary", "data", "another words"),
+    ("shifted", "data", "another mean"),
     ("", "", ""),
     ("rounded", "", ""),
 ]

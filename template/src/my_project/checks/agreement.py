@@ -19,6 +19,7 @@ from typing import Any
 from torch import nn
 
 from .. import files
+from ..files import Json
 from ..loading.layout import is_stream
 from ..loading.loader import open_file_in
 from ..ranks import on_main_then_broadcast
@@ -91,7 +92,7 @@ class Agreement:
         self.findings = findings
         self.run = findings.run
         self.path = self.run.folder / FILE
-        self.data_info = {name: content_hash(repr(value)) for name, value in data_info.items()}
+        self.data_info = {name: data_info_hash(value) for name, value in data_info.items()}
         self.datasets = {"the training set": train_set} | {
             f"validation set {name}": data for name, data in validation_sets.items()
         }
@@ -195,6 +196,12 @@ class Agreement:
                 self.findings.passed(check, "the same as in the last start")
             else:
                 self.findings.passed(check, "noted for the next start")
+
+
+def data_info_hash(value: Json) -> str:
+    """Hash a value of data_info, its decimal numbers to 5 digits: another CPU rounds differently."""
+    text = re.sub(r"\d+\.\d+(e-?\d+)?", lambda number: f"{float(number[0]):.5g}", repr(value))
+    return content_hash(text)
 
 
 # ---- the code of the user ------------------------------------------------------------------------
