@@ -266,7 +266,8 @@ class CausalLM:
         first = start or {"file": 0, "block": 0, "row": 0, "state": None}
         for number in range(first["file"], len(own)):
             part = rows.shard(num_shards=len(files), index=own[number])
-            if not whole:  # lanes take turns, so that files with few rows are divided evenly too
+            # the lanes' shares rotate from file to file: files with few rows have empty shares
+            if not whole:
                 rank = (lane + number) % self.lanes
                 part = split_dataset_by_node(part, rank=rank, world_size=self.lanes)
             block, first_row, state = 0, 0, None
@@ -568,7 +569,7 @@ class SequenceLane:
                 self.state = {"epoch": epoch, "document": document, "offset": offset}
                 yield torch.tensor(sequence)
                 empty_epochs = 0
-            if empty_epochs == 10:  # 10, since a lane has other documents in each epoch
+            if empty_epochs == 10:  # one proves nothing: a lane's documents change with the epoch
                 raise ValueError(
                     f"lane {self.i} of {recipe.lanes} does not fill one sequence of"
                     f" {recipe.sequence_length + 1} tokens: set fewer lanes, or add data"
@@ -617,9 +618,9 @@ def pack(
 
 # ---- the model ----------------------------------------------------------------------------------
 class GPT(nn.Module):
-    """A decoder-only transformer with RMSNorm, rotary position embeddings and SwiGLU, like Llama.
+    """A decoder-only transformer with RMSNorm, rotary position embeddings and, by default, SwiGLU.
 
-    Touvron et al. 2023, https://arxiv.org/abs/2302.13971, section 2.2.
+    Like Llama: Touvron et al. 2023, https://arxiv.org/abs/2302.13971, section 2.2.
     """
 
     def __init__(

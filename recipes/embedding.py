@@ -122,7 +122,7 @@ class Embedding:
             ValueError: the processes have micro-batches of different sizes.
         """
         query, document = (model.encode(batch[side], side) for side in ("query", "document"))
-        # all steps have the same sizes; the checks before training use no gradients
+        # once, since all steps have the same sizes; the checks before training disable gradients
         if torch.is_grad_enabled() and vars(model).setdefault("first_step", step) == step:
             check_sizes(len(query))
         queries, documents = all_gather_with_grad(query), all_gather_with_grad(document)  # (N, D)
@@ -201,7 +201,7 @@ class Embedding:
     def _encode(self, model: Any, texts: list[str], side: str) -> Tensor:
         bags = [ngrams(text, self.buckets, self.max_characters) for text in texts]
         tokens, starts = _concatenate(bags)
-        device = model.table.weight.device
+        device = model.logit_scale.device
         return model.encode((tokens.to(device), starts.to(device)), side)
 
 

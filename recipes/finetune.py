@@ -22,8 +22,8 @@ Data:  python (docstrings of the standard library, labeled with their module), f
        eval or test are held out), or the name of a Hugging Face dataset: --recipe.data
        Rows without a text or a label are skipped.
 Padding: texts are padded to the longest of their micro-batch; loss and metrics ignore padding.
-Export: save_pretrained writes it, with the tokenizer, so from_pretrained loads it. With LoRA, the
-       export is only the adapter or, with --recipe.merge_adapter true, the merged model.
+Export: from_pretrained loads it; it includes the tokenizer. With LoRA, the export is only the
+       adapter or, with --recipe.merge_adapter true, the merged model.
 The default config, with its measured accuracy and time, is configs/finetune.yaml.
 """
 
@@ -89,7 +89,8 @@ class Finetune:
     prompt_column: str = ""
     """causal_lm: the column of a prompt that precedes the text; the loss ignores it."""
     validation_fraction: float = 0.1
-    """The fraction held out, chosen by hashes, if no validation or test split has complete rows."""
+    """The fraction of the training rows that is held out, chosen by hashes. It is used if there is
+    no validation or test split, or if none of its rows has both a text and a label."""
     max_length: int = 256
     """Maximum tokens of a sample, prompt included. A longer text is cut at its end; a prompt is cut
     at its beginning, down to half of this length."""
@@ -486,7 +487,10 @@ class Finetune:
     def export(
         self, model: Any, data_info: dict[str, Any], tensors: dict[str, Tensor], folder: Path | None
     ) -> tuple[str, dict[str, Tensor]] | None:
-        """Write the model or its adapter, with the tokenizer, as from_pretrained loads them."""
+        """Write what from_pretrained loads, besides the tensors that the first call returned.
+
+        See recipe.py on the two calls. A merged adapter is written whole by the second call.
+        """
         if folder is None:
             return self._tensors_to_export(model, tensors)
         if self.lora_rank and self.merge_adapter:
@@ -498,7 +502,7 @@ class Finetune:
             copied = copy.deepcopy(model, on_cpu).cpu()
             self._save_pretrained(copied.merge_and_unload(), folder)
             return None
-        nothing = torch.empty(0)  # the loop writes the weights
+        nothing = torch.empty(0)  # the training loop, not save_pretrained, writes the weights
         self._save_pretrained(model, folder, state_dict=dict.fromkeys(tensors, nothing))
         for path in folder.glob("*.safetensors"):
             path.unlink()
@@ -543,7 +547,7 @@ class Finetune:
             return self._base(folder, data_info)[0]
         settings = json.loads(adapter.read_text(encoding="utf-8"))
         if settings.get("peft_type") != "LORA" or settings.get("megatron_config"):
-            # old versions of peft import the module that megatron_core names
+            # in old versions of peft, megatron_core is the name of a module, which they import
             raise ValueError(
                 f"{adapter} is not an adapter of this recipe: peft_type must be LORA, and"
                 " megatron_config must not be set"

@@ -16,9 +16,9 @@ Data:  digits (synthetic scenes composed of scikit-learn's real handwritten digi
        --recipe.data
 Model: mini_unet, or the name of a torchvision segmentation model (lraspp_mobilenet_v3_large, ...).
 Padding: images keep their sizes. A micro-batch is padded to its largest image; padded pixels are
-       ignored by loss and metrics, but padding still changes the outputs near it. With
+       ignored by loss and metrics, but padding still changes the outputs of the other pixels. With
        evaluation.batch_size 1, images are padded only to a multiple of 8.
-Normalization: mini_unet uses GroupNorm, so training does not depend on the batch layout.
+Normalization: mini_unet uses GroupNorm, whose statistics do not depend on the other images.
        torchvision's models use BatchNorm: if a micro-batch has few images and there are several
        GPUs, set distributed.sync_batchnorm, which computes the statistics over all processes.
 The default config, with its measured result and time, is configs/segmentation.yaml.
@@ -192,7 +192,7 @@ class Segmentation:
     def predict_samples(
         self, model: nn.Module, data_info: dict[str, Any], samples: Any, folder: Path
     ) -> str:
-        """Write predictions.png: each image under its true mask and under its predicted mask."""
+        """Write predictions.png: each image twice, under the true and the predicted mask."""
         tiles, present, num_right, num_labeled = [], set(), 0, 0
         for image, label in samples:
             image, label = image.cpu(), label.cpu()  # evaluations give them on the model's device

@@ -30,9 +30,9 @@ def entered(folder: Path) -> list[str]:
     files: set[str] = set()
 
     def note(frame: Any, event: str, _: object) -> None:
-        if is_on.is_set() and event == "call":
-            if threading.current_thread().name in ("MainThread", "checkpoint"):
-                files.add(frame.f_code.co_filename)
+        counts = threading.current_thread().name in ("MainThread", "checkpoint")
+        if is_on.is_set() and event == "call" and counts:
+            files.add(frame.f_code.co_filename)
 
     loss = Ragged.loss
 

@@ -17,12 +17,12 @@ REPOSITORY = Path(__file__).resolve().parents[1]
 TEMPLATE = REPOSITORY / "template"
 PACKAGE = TEMPLATE / "src/my_project"
 CEILINGS = {
-    "lines of train.py and all that it imports": 8_890,
+    "lines of train.py and all that it imports": 8_903,
     "files of train.py and all that it imports": 55,
-    "lines of the package without tools/": 11_720,
+    "lines of the package without tools/": 11_733,
     "lines of tools/": 2_721,
     "lines of template/tests": 4_709,
-    "lines of template/tests and tests": 23_975,
+    "lines of template/tests and tests": 23_982,
     "settings": 60,
     "methods of a recipe": 14,
     "lines of launching/": 2_127,

@@ -129,6 +129,10 @@ def test_typed_steps_replace_the_epochs_of_the_file(typed, steps, epochs):
     [
         ("--optim.lrr 1", "there is no setting --optim.lrr; did you mean --optim.lr?"),
         ("--lr 1", "did you mean --optim.lr?"),
+        ("--optim.learning_rate 1", "did you mean --optim.lr?"),
+        ("--batch_size 8", "did you mean --batches.global_batch_size?"),
+        ("--evaluation.batchsize 8", "did you mean --evaluation.batch_size?"),
+        ("--gradient-accumulation-steps 2", "did you mean --batches.micro_batch_size?"),
         ("--config frist.yaml", "no config file frist.yaml; did you mean first.yaml?"),
         ("--config other.yaml", "no config file other.yaml; look in ./."),
         ("--config none/x.yaml", "no config file none/x.yaml; the current folder has no config"),

@@ -188,10 +188,10 @@ def start_accelerator(config: Config) -> Iterator[Accelerator]:
 def release_groups(accelerator: Accelerator) -> None:
     """Drop the references to process groups that would outlive destroy_process_group.
 
-    DDP's reducer references its group in C++. If this reference is the last, its destructor holds
-    the GIL while it waits for gloo's threads, one of which may need the GIL to free a tensor: up to
-    half of the runs of some tests hung with torch 2.10. Dropping a Python reference releases the
-    GIL.
+    DDP's reducer references its group in C++. If this reference is the last one, the group's
+    destructor holds the GIL while it waits for gloo's threads, and one of them may need the GIL to
+    free a tensor: up to half of the runs of some tests hung with torch 2.10. If the last reference
+    is in Python, the GIL is released during the wait.
     """
     for model in accelerator._models:
         for name in ("logger", "reducer"):
@@ -200,7 +200,7 @@ def release_groups(accelerator: Accelerator) -> None:
 
 
 def ddp_options(config: Config) -> DistributedDataParallelKwargs:
-    """Return DDP's options; the config names the communication hook, no or bf16.
+    """Return DDP's options; in the config, the communication hook is "no" or "bf16".
 
     Raises:
         ConfigError: an option does not exist, or its value is wrong or does not fit the run.

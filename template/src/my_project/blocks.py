@@ -71,7 +71,7 @@ def recompute_activations(block: nn.Module) -> None:
 
     The random state is restored first, so dropout draws the same masks.
     """
-    vars(block)["own_forward"] = vars(block).get("forward")  # None: it has that of its class
+    vars(block)["own_forward"] = vars(block).get("forward")  # None: that of its class is used
     # a bound method, so that a deep copy of the block calls its own forward
     block.forward = MethodType(_recomputed_forward, block)
 

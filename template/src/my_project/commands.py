@@ -46,7 +46,7 @@ def evaluate(words: list[str]) -> None:
     parser = make_parser(evaluate.__doc__, "evaluate")
     parser.add_argument("folder", help="a run folder, an export or a checkpoint")
     _add_trust(parser)
-    parser.add_argument("--json", action="store_true", help="print one line of JSON")
+    parser.add_argument("--json", action="store_true", help="print a line of JSON per evaluation")
     parser.add_argument("--follow", action="store_true", help="evaluate checkpoints as they appear")
     arguments = parser.parse_args(words)
     LAUNCHER.watch()  # before torch is imported
@@ -134,7 +134,7 @@ def prepared_model(
     model = contract.build_model(config, data_info) if plain is None else plain
     wrapper = contract.RecipeModule(model)
     if is_sharding(accelerator):
-        wrapper = wrapper.to(accelerator.device)  # accelerate leaves this to sharding
+        wrapper = wrapper.to(accelerator.device)  # which accelerate leaves out, expecting sharding
     return accelerator.prepare_model(wrapper, evaluation_mode=True)
 
 

@@ -489,7 +489,7 @@ def to_yaml(config: Config) -> str:
         raise ConfigError(refusal)
 
     class Dumper(yaml.SafeDumper):
-        """Quotes also a text such as 1e3, which jsonargparse would read as a number."""
+        """Also puts quotes around a text such as 1e3, or jsonargparse would read a number."""
 
     number = re.compile(r"[-+]?[\d_]+[eE][-+]?\d+")
     Dumper.add_implicit_resolver("tag:yaml.org,2002:float", number, list("-+0123456789"))
@@ -508,7 +508,8 @@ def fixed_settings(config: Config) -> dict[str, Json]:
 def used_fixed_settings(config: Config) -> list[str]:
     """Return the names of the fixed settings that are not at their defaults.
 
-    Those of recipe and batches are included unless they are null, since these have no defaults.
+    Config has no defaults for recipe and batches, so all their settings that are not null are
+    included.
     """
     defaults = saved_fixed_settings({}, config)
     return [name for name, value in fixed_settings(config).items() if value != defaults.get(name)]

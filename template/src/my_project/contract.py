@@ -1,7 +1,7 @@
 """Call a recipe, and check what its methods return.
 
 A slightly wrong recipe must neither silently fail to train nor end the run after hours. Each check
-raises a ConfigError; one for a method of the recipe names the method, its file and its line.
+raises a ConfigError, which says in which method, file and line of the recipe the mistake is.
 """
 
 import dataclasses
@@ -89,7 +89,7 @@ def build_datasets(
         sets = {"the training set": train} | validation_sets
     for name, data in sets.items():
         if name == "train":
-            problem = 'returned a validation set named "train", as the records of training are'
+            problem = 'returned a validation set named "train", which names the records of training'
             refuse(recipe, "build_datasets", f"{problem}: give it another name.")
         if isinstance(data, type) or not isinstance(name, str):
             problem = f"returned, as {name!r}, {described(data)}"

@@ -209,8 +209,9 @@ def _is_from_project(record: logging.LogRecord) -> bool:
 def set_up_logging() -> None:
     """Log messages of rank 0 from INFO on; of other ranks only warnings and errors, with the rank.
 
-    Some libraries log only warnings and errors. Messages of libraries go to stderr. Under the
-    launcher, stderr is the log file, and the terminal shows a line for each warning of rank 0 too.
+    For some talkative libraries, only warnings and errors are logged on any rank. Messages of
+    libraries go to stderr. Under the launcher, stderr is the log file, and the terminal shows a
+    line for each warning of rank 0 too.
     """
     rank = world()[1]
     prefix = f"[{process_name()}] %(levelname)s " if rank else ""

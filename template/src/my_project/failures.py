@@ -193,7 +193,7 @@ def exception_reason(error: BaseException) -> str:
     """Return an exception and its notes in one line; if a loader worker failed, its exception."""
     message = str(error)
     if WORKER_TRACEBACK in message:
-        # several lines may follow the last one that begins with the type
+        # the message begins at the last line that starts with the type, and may have several lines
         raised = re.search(r"(?s)Caught (\w+) .*\n(?:[\w.]+\.)?(\1\b.*)", message)
         message = raised[2] if raised else message.strip().splitlines()[-1]
         message = message.removeprefix(f"{type(error).__name__}: ") + " (in a loader worker)"

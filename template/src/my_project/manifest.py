@@ -111,7 +111,7 @@ def find_damage(folder: Path, share: slice = slice(None)) -> str:
     except (ValueError, LookupError, TypeError, OSError) as error:
         if isinstance(error, OSError) and error.errno in UNANSWERED:
             return f"{UNREADABLE} ({error})"
-        return str(error).removesuffix(".")  # of a FormatError: callers append text
+        return str(error).removesuffix(".")  # a FormatError ends with it, but callers append text
 
 
 def try_saving(folder: Path) -> None:

@@ -61,8 +61,8 @@ def build_on_device(
     # buffer separately, even buffers that share memory
     on_cpu = accelerator.device.type == "cpu"
     model = build_whole().to("cpu" if on_cpu else accelerator.device)
-    # Fused kernels need dense weights, and a clone is dense. Clones do not share memory, just like
-    # parameters that were moved to a GPU.
+    # Fused kernels need dense weights, and a clone is dense. The clones share no memory,
+    # and neither do parameters that were moved to a GPU.
     for parameter in model.parameters():
         parameter.data = parameter.data.clone()
     for module in model.modules():

@@ -62,15 +62,16 @@ def attempts() -> dict[str, int]:
     """Return attempt numbers by launch name: of our launcher or torchrun, and of the Slurm job.
 
     A number rises when our launcher or torchrun restarts the command in place, and when Slurm
-    requeues the job. Outside Slurm, the result is empty for a process without a launcher, and for
-    the only process of an accelerate launch.
+    requeues the job. Outside Slurm, the result is empty if there is no launcher, or if `accelerate
+    launch` has started only one process, which it does without torchrun.
     """
     environment = os.environ
     launch, _, count = environment.get(START, "").rpartition(".")
     numbers = {launch: count} if launch else {}
     restarts = environment.get("TORCHELASTIC_RESTART_COUNT")
     if restarts and not launch:
-        # <folder of this torchrun>/attempt_<n>/<local rank>/error.json; its run ID may be "none"
+        # <folder of this torchrun>/attempt_<n>/<local rank>/error.json; TORCHELASTIC_RUN_ID may be
+        # "none", which names no launch
         folder = environment.get("TORCHELASTIC_ERROR_FILE", "").rpartition("/attempt_")[0]
         numbers = {f"torchrun {socket.gethostname()} {folder or os.getppid()}": restarts}
     if job := environment.get("SLURM_JOB_ID"):
@@ -117,7 +118,8 @@ def garbage_collected_at_records() -> Iterator[None]:
         gc.unfreeze()  # otherwise C++ modules report frozen objects as leaked at exit
 
 
-# The time that the watchdog has to act after its limit. If it does not, C code holds Python's lock.
+# How long the watchdog may take to act once its limit has passed. If it takes longer, C code holds
+# the GIL.
 HELD_SECONDS = 30.0
 
 
@@ -244,7 +246,8 @@ STOP_SIGNALS = {signal.SIGTERM, signal.SIGINT, signal.SIGUSR1}
 # How long a process that gets a stop signal during startup may take to reach the loop, which saves.
 # It may never reach the loop: a collective with a rank that has exited does not return.
 REACH_LOOP_SECONDS = 30.0
-# Set by accelerate and torchrun; shells export accelerate's other variables, such as the precision.
+# Set by accelerate and torchrun. Users may export accelerate's other variables, such as that of the
+# precision, so those do not show that a launcher has started this process.
 SET_BY_LAUNCHERS = ("ACCELERATE_DYNAMO_MODE", "TORCHELASTIC_RUN_ID")
 
 

@@ -120,7 +120,8 @@ def code_digest(recipe: object) -> str:
 
     Tools and other recipes are left out, since they may be edited while a run is under way. So are
     base classes of other packages, and other modules that the recipe imports: if one is edited
-    during a launch, a restart in place keeps the edited file, but runs the imported one.
+    during a launch, a restart in place stores the edited file, but runs what the launcher imported
+    before the edit.
     """
     package, kinds = Path(__file__).parent, type(recipe).__mro__
     names = [kind.__module__ for kind in kinds if kind.__module__.startswith(f"{__package__}.")]
@@ -400,7 +401,7 @@ def _changes(top: Path, sources: Iterable[Path]) -> tuple[str, set[Path], str]:
     with tempfile.TemporaryDirectory() as folder:
         index, output = Path(folder, "index"), Path(folder, "patch")
         with suppress(OSError):  # there is a commit, but no index
-            # with its time: git reads files that changed at that time or later
+            # copy2 keeps the time of the index: git reads files that changed at that time or later
             shutil.copy2(top / (_git(top, "rev-parse", "--git-path", "index") or ""), index)
         git = partial(_git, top, GIT_INDEX_FILE=str(index))
         listed = git("ls-files", "-z", "--others", "--exclude-standard", "--", *paths)

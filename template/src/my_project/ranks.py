@@ -84,10 +84,11 @@ def open_run(
 
     Raises:
         ConfigError: `must_agree`, versions, run.numerics or the lengths of datasets differ between
-            ranks, or a node does not see the run folder that rank 0 wrote to (if nodes may
-            have their own: some see it, others do not); or as Run.begin.
+            ranks; or a node does not see the run folder that rank 0 wrote to. If nodes may have
+            folders of their own, this is an error only if another node shares that of rank 0.
+            Also raised by Run.begin.
     """
-    # the text of a dataclass has the order of a set, or an address, which differ between processes
+    # the repr of a dataclass may contain a set or an address, whose text differs between processes
     plain = {n: to_dict(value) if is_dataclass(value) else value for n, value in must_agree.items()}
     facts: dict[str, Hashable] = {name: derive_seed(value) for name, value in plain.items()}
     facts |= {f"the length of {name}": length for name, length in lengths.items()}
@@ -104,7 +105,8 @@ def open_run(
     hosts, is_mixed = on_main_then_broadcast(
         accelerator, lambda: (", ".join(sorted(apart)), len(sharing) > 1)
     )
-    run.is_shared, may_be_apart = not hosts, False  # delete the next line with its setting
+    run.is_shared, may_be_apart = not hosts, False
+    # if you remove the setting that the next line reads, delete the line
     may_be_apart = bool(run.config.checkpoints.mirror)
     if hosts and (is_mixed or not may_be_apart):
         raise ConfigError(not_shared(run.folder, hosts, run.hosts[0]))

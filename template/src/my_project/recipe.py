@@ -74,9 +74,9 @@ A recipe may also have:
 
 `samples` is a torch.utils.data.Subset of the first validation set. predict_samples returns a str or
 a rich renderable such as a Table; files that it writes into `folder`, such as pictures, are moved
-to the run, but not subfolders. Each evaluation calls predict_samples too: on rank 0 or, where FSDP
-shards the model, on every rank. It then gets as many samples as evaluation.samples says, with their
-tensors on the model's device (records/samples.py).
+to the run, but not subfolders. Each evaluation calls predict_samples too, with as many samples as
+evaluation.samples says, and their tensors on the model's device (records/samples.py): on rank 0 or,
+if FSDP shards the model, on every rank.
 
 `export` is called twice. The first call is on every rank, with folder None: from `tensors`, the
 model's state, it returns the tensors that the loop should write to <stem>.safetensors, renamed if

@@ -196,7 +196,7 @@ def read_failures(paths: Iterable[Path]) -> list[Failure]:
 
 
 def lock_path(folder: Path) -> Path:
-    """Return the lock file, which is in the run folder so that all paths of it share one lock."""
+    """Return the lock file. It is in the run folder, so all paths to the folder share the lock."""
     return folder / ".lock"
 
 

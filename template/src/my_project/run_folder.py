@@ -1,4 +1,4 @@
-"""The run folder: shared by all ranks, and the same after every restart.
+"""The run folder: the same after every restart, and shared by all ranks, or by those of a node.
 
 docs/run-folder.md describes each of its files and their fields.
 """
@@ -55,9 +55,10 @@ class Run:
         self.total_steps = 0  # 0 until the data is known
         self.step = 0  # steps done, for failure reports
         self.progress_time: float | None = None  # when progress was last noted
-        self.is_stepping = False  # whether that was the end of a step: a shorter limit now applies
-        self.is_loss_a_sum = True  # False once checks/recipe.py finds that it is not
-        self.when_loss_is_no_sum: Callable[[], None] = lambda: None  # called when it finds this
+        # whether that was the end of a step, after which the watchdog's shorter limit applies
+        self.is_stepping = False
+        self.is_loss_a_sum = True  # False once checks/recipe.py finds that it is not; it then calls
+        self.when_loss_is_no_sum: Callable[[], None] = lambda: None
         self.first_step_time: float | None = None  # when the first step of this start ended
         self.from_step: int | None = None  # the number of steps done before that first step
         self.id = uuid.uuid4().hex[:8]  # the run's ID, for trackers; set by its first launch

@@ -38,6 +38,14 @@ if TYPE_CHECKING:
 NAME_LENGTH = 100  # bytes of a run's name; file systems allow 255
 Source: TypeAlias = Mapping[str, Json]  # settings of a file, or texts by dotted name
 DURATIONS = ("steps", "epochs")
+OTHER_NAMES = {  # what other training programs call a setting
+    "learning_rate": "optim.lr",
+    "batch_size": "batches.global_batch_size",
+    "per_device_train_batch_size": "batches.micro_batch_size",
+    "gradient_accumulation_steps": "batches.micro_batch_size",
+    "output_dir": "runs_folder",
+    "resume_from_checkpoint": "resume",
+}
 NULLABLE = {name for name, kind, _ in each_setting() if fits(None, kind)} - {"recipe"}
 
 
@@ -303,7 +311,8 @@ def _explained(message: str, parser: "ArgumentParser", sources: Iterable[Source]
         name = f"{group}.{last}".strip(".")
         fields = getattr(recipe, "__dataclass_fields__", {})
         paths = [*parser.get_defaults().keys(), *(f"recipe.{field}" for field in fields)]
-        names = {path.rpartition(".")[2]: path for path in paths} | {path: path for path in paths}
+        names = {path.rpartition(".")[2]: path for path in paths} | OTHER_NAMES
+        names |= {path: path for path in paths}
         similar = [names[match] for match in get_close_matches(name, names, n=1)]
         hint = f"did you mean {dashes}{similar[0]}?" if similar else "--help lists all settings."
         return f"there is no setting {dashes}{name}; {hint}"

@@ -21,7 +21,7 @@ GRAD_NORM, OWN_LOSS, LOSS, ITEMS, STOP_VOTES, SAVE_VOTES = range(6)  # in the or
 def read_on_host(tensor: Tensor) -> list[float]:
     """Return the values of a tensor as a list; a GPU may first have to wait for other ranks.
 
-    A process that waits here waits for other ranks (watchdog.WAITING), not for its own code.
+    If the watchdog finds a process waiting here, it blames other ranks, not this process's code.
     """
     return tensor.reshape(-1).tolist()
 

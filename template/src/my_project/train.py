@@ -232,7 +232,7 @@ def train(t: Training) -> str:
         Why the run ended; "" if it was asked to stop.
     """
     run, state, votes = t.run, t.state, t.votes
-    # for example, the previous start ended before it recorded this evaluation
+    # due at the start if, for example, the previous start ended before it recorded this evaluation
     if state.evaluation_is_due(run):
         evaluate_and_record(t)
     elif state.step == 0:
@@ -390,7 +390,7 @@ def finish(t: Training, end_reason: str) -> int:
     state.check_trained()
     with evaluated_weights(t):
         exporting.export(run, t.data_info, t.model, checkpoints)
-    # no rank may exit before the export ends: if it hangs, the rank that exited would be blamed
+    # no rank may exit before the export ends: if the export hangs, the exited rank would be blamed
     t.accelerator.wait_for_everyone()
     checkpoints.check("checkpoint", "best", "export")
     if run.rank == 0:

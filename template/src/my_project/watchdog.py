@@ -82,10 +82,10 @@ class Watchdog:
     """End this process when it has made no progress for too long, and report where it stalled.
 
     The long limit applies to startup, saves, each micro-batch of an evaluation and the end of a
-    run; a step that follows one of these shares its limit. The short limit applies to all other
-    steps. Time in which the process was suspended (Ctrl-Z) does not count; when pdb waits for a
-    command, the count starts at 0 again. The limit does not depend on the backend, so a loader or
-    storage that hangs is noticed too.
+    run, and also to a step that follows startup, a save or an evaluation. The short limit applies
+    to all other steps. Time in which the process was suspended (Ctrl-Z) does not count; when pdb
+    waits for a command, the count starts at 0 again. The limit does not depend on the backend, so a
+    loader or storage that hangs is noticed too.
     """
 
     def __init__(self, run: Run) -> None:

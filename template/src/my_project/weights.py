@@ -98,7 +98,12 @@ def trained_steps(folder: Path) -> int:
 
 
 def load_weights(folder: Path, model: nn.Module) -> None:
-    """Load an export's or a checkpoint's evaluated weights into a plain or a sharded module."""
+    """Load the weights that an evaluation uses into a plain or a sharded module.
+
+    Args:
+        folder: an export or a checkpoint.
+        model: the module.
+    """
     TensorReader(folder, "model").fill(model_tensors(model))
     if any(folder.glob("ema.*")):
         load_ema(folder, model)

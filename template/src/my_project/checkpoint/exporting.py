@@ -37,8 +37,8 @@ def export(
     The tensors are read one at a time from the files of a checkpoint (Checkpoints.replace_export);
     for best/, this happens while training continues. If a recipe's `export` returns no tensors, it
     writes all files itself. This function then waits for it, since `export` may draw random numbers
-    and read the model, which training would change. If the model is sharded, the call that writes
-    the files gets an unsharded copy.
+    and read the model, which training would change. If the model is sharded, the recipe's `export`
+    gets an unsharded copy for this.
 
     Args:
         run: the run and its folder.

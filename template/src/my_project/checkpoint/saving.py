@@ -193,7 +193,8 @@ class Checkpoints:
         The state is saved before the evaluation, so that a failed evaluation loses no step. The
         results go into the manifest, which is replaced atomically; no tensor is written again.
         """
-        # a checkpoint of this step in `folder` may be from another branch of the run
+        # if this process has not saved this step, a checkpoint of it is from another branch of the
+        # run
         if self.rank != 0 or self._saved_step != state.evaluated_step:
             return
         saved = state.to_dict()
@@ -240,7 +241,8 @@ class Checkpoints:
         has_failed = self.writers == 1 and "checkpoint" in self.failures
         is_of_step = self._saved_step == self.run.step and not has_failed
         is_saved = is_of_step and None not in saved_names.values()
-        is_saved &= not has_two_views(self.optimizer)  # checkpoints then have those of train()
+        # with two views, a checkpoint has the weights of optimizer.train(), not those to export
+        is_saved &= not has_two_views(self.optimizer)
         if not is_saved:
             self.wait()  # until no job uses the buffers and the temporary folder
         if self.rank >= self.writers:
@@ -292,7 +294,7 @@ class Checkpoints:
         before = self._thread
 
         def work() -> None:
-            torch.set_num_threads(1)  # for new threads only: training keeps its threads
+            torch.set_num_threads(1)  # of this thread; the number of the training thread stays
             if sys.platform == "linux":
                 os.nice(NICENESS)
             if before:
@@ -474,7 +476,8 @@ class Checkpoints:
             return have_reported() or bool(failed) or self._has_lost_contact.is_set()
 
         files.wait_until(is_over, seconds, poll_seconds=0.05)
-        if failed or self._has_lost_contact.is_set():  # let ranks end before the folder is removed
+        # let the other ranks end their writing before the folder is removed
+        if failed or self._has_lost_contact.is_set():
             files.wait_until(have_reported, END_SECONDS, poll_seconds=0.05)
         if failed:
             host = self.run.hosts[min(failed)]

@@ -199,9 +199,9 @@ class Agreement:
 
 
 def data_info_hash(value: Json) -> str:
-    """Hash a value of data_info, its decimal numbers to 5 digits: another CPU rounds differently."""
-    text = re.sub(r"\d+\.\d+(e-?\d+)?", lambda number: f"{float(number[0]):.5g}", repr(value))
-    return content_hash(text)
+    """Hash a value of data_info. Numbers count to 5 digits: another CPU rounds differently."""
+    number = r"\d+\.\d+(e-?\d+)?"
+    return content_hash(re.sub(number, lambda match: f"{float(match[0]):.5g}", repr(value)))
 
 
 # ---- the code of the user ------------------------------------------------------------------------

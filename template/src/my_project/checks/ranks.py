@@ -60,7 +60,7 @@ class EqualRanks:
     """Compare weights and buffers between the ranks; watch what the first forwards change."""
 
     def __init__(self, findings: Findings, model: RecipeModule, accelerator: Accelerator) -> None:
-        """Note what to compare. Weights are loaded, and the model is in training mode.
+        """Note what to compare. Called after weights were loaded, with the model in training mode.
 
         Args:
             findings: the findings of this run.
@@ -104,9 +104,10 @@ class EqualRanks:
     def after_forward(self) -> None:
         """Check which weights the first forward of a step has changed, in the first two steps.
 
-        A weight that changed in only one of them, such as one that is set from the first batch, is
-        reported, and so is a weight with a max_norm. A weight that changed in both, such as one
-        that is clipped, is not. This is for a single process; several ranks compare their weights.
+        A weight that changed in the first but not in the second, such as one that is set from the
+        first batch, is reported, and so is a weight with a max_norm that changed in any of them. A
+        weight that changed in both, such as one that is clipped, is not. This is for a single
+        process; several ranks compare their weights.
         """
         if self.hooks or not self.before:
             return
@@ -133,7 +134,7 @@ class EqualRanks:
         """Compare weights and buffers between the ranks; warn of what is not trained.
 
         Raises:
-            ConfigError: ranks have other weights, beyond rounding, and checks.ranks is end.
+            ConfigError: weights differ by more than MAX_DIFFERENCE, and checks.ranks is end.
         """
         if not self.findings.is_on("ranks"):
             return

@@ -188,7 +188,7 @@ def check_settings(findings: Findings) -> None:
         return
     config = findings.run.config
     problem = ema_problem(config.optim.ema_decay, findings.run.total_steps)
-    if problem and DRY_RUN not in os.environ:  # any EMA is near them in a dry run's few steps
+    if problem and DRY_RUN not in os.environ:  # which has too few steps for any EMA
         findings.add("recipe", problem)  # the problem of the EMA
     for name, meant in misspelled(config.recipe).items():
         place = source_location(getattr(config.recipe, name))

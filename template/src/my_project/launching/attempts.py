@@ -6,7 +6,7 @@ after a stall in which they waited for a node that has left. They are not restar
 errors, most of which would repeat, nor after a stop signal. The launcher of node 0 appends a line
 to starts.jsonl once rank 0 of a start has written run.json, and another when the start has ended
 (docs/run-folder.md). If its own processes fail before rank 0 has written run.json, it appends both
-lines when it ends itself. This module imports no torch, and the loop does not import it.
+lines when the launcher ends. This module imports no torch, and the loop does not import it.
 """
 
 import fcntl
@@ -174,8 +174,8 @@ class Starts:
         may_succeed = first.cause in causes if first else others_failed
         if not may_succeed and not any(code < 0 for code in codes.values()):
             return "the error would repeat"
-        # the first reported step is not evidence of progress, even if it is after the checkpoint:
-        # an earlier start may have reached it and failed without a report
+        # The first step that any start reports is not evidence of progress, even if it is after the
+        # checkpoint: an earlier start may have reached it and failed without a report.
         saved_step = newest_checkpoint(self.folder) or 0
         reported_step = max((failure.step or 0 for failure in failures), default=0)
         if saved_step > self._saved_step or 0 < self._reported_step < reported_step:
@@ -193,9 +193,10 @@ class Starts:
 
     # ---- starts.jsonl ----------------------------------------------------------------------------
     def begin(self) -> None:
-        """Prepare the first line of a start; it is not written before the start has begun or ended.
+        """Prepare the first line of a start.
 
-        Until then, the folder may still contain an older run, which `--resume never` moves aside.
+        It is written once rank 0 has written run.json, or when the start ends. Until then, the
+        folder may still contain an older run, which `--resume never` moves aside.
         """
         if self.about:
             line = {"event": "start", "id": self.id, "launch": self.launch, "attempt": self.count}

@@ -600,7 +600,7 @@ def run_module(
     with opened_files_noted():
         import_all(launch.config)
     if logs:  # made after the imports, which Ctrl-C may interrupt
-        # a restart does not need the reserve file (RESERVE)
+        # at a restart, a failure to write the reserve file (RESERVE) is ignored
         with suppress(OSError) if logs.exists() else writing(launch.config.folder):
             logs.mkdir(parents=True, exist_ok=True)
             with open_own(logs / RESERVE, "wb") as file:
@@ -631,7 +631,8 @@ def run_module(
 
 def main(arguments: list[str]) -> int:
     """Launch this node's part of the run; return the exit code."""
-    Workers()  # its signal handlers: until it has processes, a stop signal ends this one with 75
+    # for its signal handlers: while it has no processes, a stop signal ends the launcher with 75
+    Workers()
     prepare_environment()
     say_that_it_imports()
     launch = parse(arguments)

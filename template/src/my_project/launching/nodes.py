@@ -386,7 +386,7 @@ class OtherNodes:
                 connection.send({"begins": me.start})
             elif connection.is_ready:
                 connection.send({"wait": self._why_wait()})
-            else:  # this node was late, and has to join again
+            else:  # the other node was late, and has to join again
                 self._connections.remove(connection)
                 connection.socket.close()
 

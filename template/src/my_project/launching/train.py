@@ -46,7 +46,7 @@ DRY_RUN_STEPS = 2
 DRY_RUN_SETTINGS = {  # a setting is passed only if it exists: its module may have been deleted
     "telemetry.every_steps": "1",
     "telemetry.trackers": "[]",
-    "evaluation.every_steps": str(DRY_RUN_STEPS),  # not null, which the schedule plateau refuses
+    "evaluation.every_steps": str(DRY_RUN_STEPS),  # not null, which optim.schedule plateau refuses
     "profile.steps": "null",
     "checkpoints.mirror": "null",
 }
@@ -191,7 +191,9 @@ def main(arguments: list[str]) -> int:
     if options.preflight:
         flags.append("--preflight")
     command = f"{COMMAND} {shlex.join(mask_command(arguments))}"
-    if config.resume == "never":  # also from a config file; it would start again from step 0
+    # the command that continues the run must not start it again from step 0, also if a config file
+    # says "never"
+    if config.resume == "never":
         command = re.sub(r" --resume[ =]never(?= |$)", "", command) + " --resume auto"
     if options.dry_run:
         return dry_run(config, flags, settings, command)

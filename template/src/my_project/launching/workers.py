@@ -54,7 +54,7 @@ class Workers:
 
     def _handle_signals(self) -> None:
         for number in SIGNALS:
-            # nohup has SIGHUP ignored
+            # under nohup, SIGHUP is ignored, and has to stay so
             if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
                 signal.signal(number, self._handle)
 

@@ -228,7 +228,8 @@ def ignore_signals_except_parents(_: int) -> None:
             pass
         os._exit(0)
 
-    # a program that a dataset starts inherits the blocked signal: kill() ends it, not terminate()
+    # A program that a dataset starts with Popen inherits the blocked signal: its terminate() has no
+    # effect, and its kill() does.
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
     threading.Thread(target=wait_for_parent, name="signals", daemon=True).start()
 

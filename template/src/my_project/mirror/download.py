@@ -110,7 +110,8 @@ def fetch_run(
     if "run.json" not in names:
         return
     remote = from_object(RunInfo, store.read_json("run.json"), is_strict=False)
-    if config and starts_over_now(config, remote):  # both will be moved aside
+    # the run folder and the run in the mirror will be moved aside
+    if config and starts_over_now(config, remote):
         return
     if is_copy and local.run != remote.run:
         discard(folder)
@@ -342,12 +343,13 @@ def fetch_next(
 ) -> None:
     """Fetch the oldest wanted checkpoint of the run at a URL.
 
-    If it is intact, the copy's other checkpoints are removed.
+    If it is intact, all other checkpoints are removed from the local copy; the mirror keeps them.
 
     Args:
         given: the URL; nothing is done for a path.
         is_wanted: returns whether a checkpoint is wanted; takes the hashes of its files, by name.
-        seen: the checkpoints that need no other request, by launch and step; this call adds to it.
+        seen: the checkpoints about which the mirror need not be asked again, by launch and step;
+            this call adds to them.
     """
     from ..checkpoint.resuming import remove
 

@@ -189,7 +189,7 @@ class Store:
 
 
 def is_safe(name: str) -> bool:
-    """Return whether a name is that of a complete file inside the folder that it is joined to."""
+    """Return whether folder/name is a complete file inside the folder, whatever the folder."""
     parts = name.split("/")
     return not any(p in ("", ".", "..") or "\\" in p for p in parts) and not name.endswith(PARTIAL)
 
@@ -260,7 +260,7 @@ def parts_to_keep(parts: list[Part], size: int) -> list[Part]:
     """Return the parts to keep when a file has grown to `size` bytes; a new part has the rest.
 
     A part that is no larger than the new part is merged into the new part. So there are few parts,
-    and a byte is uploaded again only as often as the file doubles.
+    and each time that a byte is uploaded again, its part is at least twice as large.
     """
     kept = [*parts]
     while kept and kept[-1].size <= size - kept[-1].end:

@@ -125,7 +125,7 @@ class Mirror:
                     text = "%s is newer than the chosen checkpoint: moved aside to %s"
                     logger.warning(text, newer.url, aside)
             self.store.remove(*(name for name in names if name.startswith(f"{PARTS}/")))
-            # once run.json is in the mirror, an older launch begins no other upload
+            # once run.json is in the mirror, an older launch begins no further upload
             for name in ("config.yaml", "run.json", "status.json"):
                 self._put_file(name)
             matches = filter(None, map(IN_CHECKPOINT.fullmatch, names))
@@ -366,7 +366,7 @@ class Mirror:
                 except FileNotFoundError:
                     if folder.exists():
                         raise
-                    return False  # the rotation removed it before it read `needed`
+                    return False  # the rotation removed the checkpoint before reading `needed`
                 self._check_fence()
             self.store.write(manifest, text)
         self._sent[name] = text

@@ -1,7 +1,8 @@
 """Write the records of a run into metrics.jsonl and the log, and pass them on to the outputs.
 
-This module only records; state.py and the loop decide. docs/run-folder.md describes the records. A
-start drops records that are newer than its checkpoint; after that, lines are only appended.
+This module only records; state.py and the loop decide when to evaluate, save and stop.
+docs/run-folder.md describes the records. A start drops records that are newer than its checkpoint;
+after that, lines are only appended.
 
 An output is a class in OUTPUTS that receives every record. It has __init__(run, accelerator,
 layout, model), and as many of the following methods as it needs; start, write and of_run are called

@@ -52,7 +52,7 @@ class Screen:
         """Return whether a line of the log is shown above the bar.
 
         Of the lines of records, only those of evaluations are shown: the bar shows the numbers of
-        the others. Under the launcher, the lines of the others go to the log file.
+        intervals. Under the launcher, the lines that are not shown go to the log file.
         """
         kind = getattr(entry, "kind", None)  # None: not the line of a record
         if not self.is_terminal or kind in (None, "evaluation"):

@@ -3,9 +3,10 @@
 A setting is a secret if its name ends in token, password, passwd, passphrase, secret, api key,
 access key, secret key or private key, as in hub_token, --api-key, hftoken, secrets or token_1.
 Other names do not count (token_count, secretary). The ending `tokens` counts only after a word such
-as access (access_tokens, not max_tokens). Special tokens of a tokenizer are not secrets: names such
-as eos_token and, in settings but not in text, values under a name ending in token or tokens that
-are in brackets (<image>, [INST]) or have fewer than 6 characters.
+as access (access_tokens, not max_tokens). Special tokens of a tokenizer are not secrets: they have
+names such as eos_token. In settings, but not in text, the value of a name that ends in token or
+tokens also counts as a special token if it is in brackets (<image>, [INST]) or has fewer than 6
+characters.
 
 Settings with secrets are refused. In text, values with such names are masked, and so are values
 named credentials, pwd or authorization. Bearer tokens, private keys in PEM format and credentials

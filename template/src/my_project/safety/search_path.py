@@ -37,10 +37,10 @@ def leave_out_untrusted(command: str, arguments: list[str]) -> None:
     """Remove untrusted folders from sys.path, before a command of this package runs.
 
     A command on the user's own config imports the recipe, also from the current folder. All other
-    commands remove the current folder, and the run folders that their arguments name, but no
-    environment in them. There are two exceptions, both for the commands on weights: the current
-    folder stays if it contains this package, since it is then the user's project; with --trust, it
-    becomes the last on the path.
+    commands remove the current folder, and the run folders that their arguments name; a virtual
+    environment inside one of these folders stays. There are two exceptions, both for the commands
+    on weights: the current folder stays if it contains this package, since it is then the user's
+    project; with --trust, it becomes the last on the path.
     """
     if command in ON_OWN_CONFIG:
         return

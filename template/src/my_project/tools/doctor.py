@@ -8,12 +8,14 @@ file says is marked as known; conclusions from it are marked as likely, with the
 code is 0 if there was something to say, even about a running or finished run, and 2 if the folder
 is not a run.
 
---json prints one object: run, outcome (finished, preempted, running, starting, failed, interrupted,
-unknown), happened, step, steps, time (seconds since 1970), first (null, or an object: rank, host,
-step, time, what, at, says: the file that says so), cause (a key of CAUSES, unknown, or "" if
-nothing failed), certainty (known, likely, unknown or ""), known, likely, look_at, remedy, others,
-damaged (lists of sentences), and earlier_failures (the number of earlier starts of this run that
-left error files).
+--json prints one object with these fields:
+    run, happened, step, steps, time (in seconds since 1970)
+    outcome: finished, preempted, running, starting, failed, interrupted or unknown
+    first: null, or an object with rank, host, step, time, what, at and says (the file that says so)
+    cause: a key of CAUSES, unknown, or "" if nothing failed
+    certainty: known, likely, unknown or ""
+    known, likely, look_at, remedy, others, damaged: each a list of sentences
+    earlier_failures: the number of earlier starts of this run that left error files
 """
 
 import json
@@ -65,7 +67,7 @@ BY_OTHERS = (-2, -10, -15)  # SIGINT, SIGUSR1, SIGTERM: a launcher forwards thes
 PREEMPTED = os.EX_TEMPFAIL  # the exit code of a run that was stopped and saved
 
 # ---- the table: cause -> what is likely and why, what to do --------------------------------------
-MORE_TIME = "set --stop_after, or allow more time between the signal and the kill for the save"
+MORE_TIME = "set --stop_after, or allow the save more time between the signal and the kill"
 CAUSES = {
     "exception": ("", "correct that line"),
     "setting": ("", "do what the error message asks for"),
@@ -290,11 +292,11 @@ def _tail(path: Path | None) -> str:
 
 # ---- the cause -----------------------------------------------------------------------------------
 def find_cause(start: Start) -> dict[str, Any]:
-    """Return the cause of a failed start and what failed first, by name.
+    """Return the cause of a failed start, and what failed first, as a dict.
 
-    The keys are "cause", fields of an error file, "what", "says", and some that may be left out:
-    "known", "look_at", "likely" (which replaces what CAUSES says) and "is_known" (which replaces
-    what LIKELY says).
+    Its keys are "cause" and "what". It may also have fields of an error file, "says", "known",
+    "look_at", "likely" (which replaces what CAUSES says) and "is_known" (which replaces what LIKELY
+    says).
     """
     failures = start.failures
     first = first_failure(failures)
@@ -523,7 +525,7 @@ def diagnose(folder: Path, now: float | None = None) -> dict[str, Any]:
     start = newest_start(run, locked)
     outcome = _outcome(start, locked)
     cause = find_cause(start) if outcome in ("failed", "interrupted", "unknown") else {}
-    kind, note = cause.get("cause", ""), run.status.note or ""  # note: if a save has failed
+    kind, note = cause.get("cause", ""), run.status.note or ""  # the note is about a failed save
     values = _values(start, cause)
     is_disk_full = not cause and bool(SENTENCES["full disk"].search(note))
     row = CAUSES.get("full disk" if is_disk_full else kind, ("", ""))
@@ -631,7 +633,7 @@ def _values(start: Start, cause: dict[str, Any]) -> dict[str, Any]:
 
 # ---- output --------------------------------------------------------------------------------------
 def print_diagnosis(diagnosis: dict[str, Any]) -> None:
-    """Print a diagnosis as text; the last line says what to do."""
+    """Print a diagnosis as text; after a failure, the last line says what to do."""
     width = min(shutil.get_terminal_size((100, 24)).columns, 100)
     say(f"--- {diagnosis['outcome']}: {diagnosis['run']} ".ljust(width, "-"))
     pairs = [("what", diagnosis["happened"])]

@@ -48,7 +48,7 @@ class Finding:
 
     @property
     def differing(self) -> list[int]:
-        """Return the ranks without the most frequent call; [] if two calls are as frequent."""
+        """Return the ranks without the most frequent call; [] if several are most frequent."""
         *others, most = sorted(self.calls.values(), key=len)
         is_tie = len(most) in map(len, others)
         return [] if is_tie else sorted(rank for ranks in others for rank in ranks)

@@ -10,7 +10,7 @@ from ..run_files import ENDED, Status, each_start, records
 from ..words import format_seconds
 
 GOOD = 0.9  # goodput (the share of the time spent on steps that are kept) is shown if it is lower
-START_SECONDS = 60.0  # a run that has kept no step in this time has no goodput to show yet
+START_SECONDS = 60.0  # before this time, no goodput is shown unless a step has been kept
 PAUSES = {"checkpoint": "saving", "evaluation": "evaluation"}  # by the kind of their records
 PARTS = ("kept", "startup", "lost", "saving", "evaluation", "data", "ending")
 

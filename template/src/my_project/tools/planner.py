@@ -34,7 +34,7 @@ from ..words import make_parser
 
 
 def positive(kind: Callable[[str], float]) -> Callable[[str], float]:
-    """Return the type of an option that is a number greater than 0, of a kind: int or float."""
+    """Return a function that converts an option's text with `kind`: to a number greater than 0."""
 
     def converted(text: str) -> float:
         if not 0 < (number := kind(text)) < math.inf:
@@ -223,7 +223,8 @@ def plan(
 ) -> list[dict[str, Any]]:
     """Predict each kind on 1, 2, 4, ... GPUs of a node, then on 1, 2, 4, ... nodes.
 
-    For a part of the cluster, only the kinds up to the simplest that fits are predicted.
+    KINDS begins with the simplest. For a part of the cluster, no kind is predicted after the first
+    one that fits into memory.
     """
     whole = (cluster.nodes, cluster.gpus_per_node)
     sizes = [(1, gpus) for gpus in _doubled(cluster.gpus_per_node)]
@@ -344,9 +345,9 @@ def main(arguments: argparse.Namespace, settings: list[str]) -> None:
     total = layout.global_batch_size
     if not (rows := plan(simulator.step, arguments, total, kinds, simulator.accepts)):
         raise ConfigError(
-            f"batches.global_batch_size {total} cannot be divided over {nodes} x {gpus} GPUs or"
-            " fewer as distributed.ddp.static_graph or the stream's lanes require: change the"
-            " global batch size."
+            f"batches.global_batch_size {total} cannot be divided over {nodes} x {gpus} GPUs, nor"
+            " over fewer: distributed.ddp.static_graph or the stream's lanes do not allow it."
+            " Change the global batch size."
         )
     sentences = advice(rows)
     if refusal:

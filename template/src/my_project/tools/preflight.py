@@ -53,8 +53,8 @@ from ..run_folder import not_shared
 from .reader import format_number, print_table
 
 MB = 1_000_000
-# A check may take longer than a node needs to send 256 MB three times to every other node at
-# 100 MB/s.
+# The time limit of a check is SECONDS, and SECONDS_PER_NODE more for each node. This is longer than
+# a node needs to send 256 MB three times to every other node at 100 MB/s.
 SECONDS = 60.0
 SECONDS_PER_NODE = 8.0
 MAX_CLOCK_SKEW_SECONDS = 5.0

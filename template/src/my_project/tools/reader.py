@@ -47,7 +47,7 @@ class Run:
     # "damaged" if there is no outcome
     state: str
     info: RunInfo
-    settings: dict[str, Any]  # config.yaml by dotted name, such as optim.lr; recipe: its class
+    settings: dict[str, Any]  # config.yaml by dotted name (optim.lr); recipe: the class's name
     problems: list[str] = field(default_factory=list)  # sentences on what is missing or damaged
 
     @cached_property
@@ -127,8 +127,8 @@ def read_folder(folder: Path) -> Run:
     if state == "running" and is_locked(folder) is False:
         state = "interrupted"
     run = Run(folder=folder, status=status, state=state, info=info, settings={})
-    # TypeError, RecursionError: what JSON cannot represent, such as a date as key, or a list in
-    # itself
+    # TypeError, RecursionError: what JSON cannot represent, such as a date as key, or a list that
+    # contains itself
     with suppress(ConfigError, TypeError, ValueError, RecursionError):
         settings = read_yaml(folder / "config.yaml", follow=False)
         json.dumps(settings, default=str)

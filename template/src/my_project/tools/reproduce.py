@@ -128,7 +128,8 @@ def train_words(package: str, info: RunInfo, config: str) -> list[str]:
     if train in launcher:  # accelerate launch, or the launcher of the project
         words = launcher[: launcher.index(train) + 1]
         at = words.index("launch") if "launch" in words else 0
-        if at and Path(words[at - 1]).name.replace("-", "_") == package:  # or my-project launch
+        # python -m my_project launch, or the script: my-project launch
+        if at and Path(words[at - 1]).name.replace("-", "_") == package:
             words = ["python", "-m", package, *words[at:]]
         elif at:
             words = ["accelerate", *words[at:]]

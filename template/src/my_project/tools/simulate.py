@@ -323,8 +323,9 @@ class _Step:
                 self.model.register_buffer(f"ema_{index}", average)
 
     def _make_buckets(self, options: Any, accumulation: int) -> None:
-        """Make DDP's buckets, and gradients that are views of them: DDP would read tensor values.
+        """Make DDP's buckets, and gradients that are views of them.
 
+        DDP itself cannot be used: it reads the values of tensors, which fake tensors do not have.
         As in parallel.keep_gradients_in_buckets, gradients may also accumulate outside the buckets.
         """
         may_be_none = options.find_unused_parameters or optim.has_sparse_gradients(self.raw_model)

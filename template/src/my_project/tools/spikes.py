@@ -1,10 +1,10 @@
 """Mark a loss or a gradient norm that is far above its running median.
 
-A value is marked if it is above the median of the last values by more than DEVIATIONS times their
-standard deviation, which is estimated from the median absolute deviation, and by more than TAILS
-times the distance of their 95th percentile from the median, since small batches have long upper
-tails. So the same rule serves smooth and noisy curves. A curve that falls, as at the start, is
-below its median and is not marked. A curve that stays high after a jump is marked once: half a
+A value is marked if its distance above the median of the last values is greater than two limits:
+DEVIATIONS times their standard deviation, which is estimated from the median absolute deviation,
+and TAILS times the distance of their 95th percentile from the median, since small batches have long
+upper tails. So the same rule serves smooth and noisy curves. A curve that falls, as at the start,
+is below its median and is not marked. A curve that stays high after a jump is marked once: half a
 window later, the median is high too.
 """
 
@@ -19,10 +19,11 @@ MIN_VALUES = 32  # nothing is marked before there are this many
 DEVIATIONS = 8.0
 TO_SIGMA = 1.4826  # the median absolute deviation times this is the sigma of a normal distribution
 TAILS = 3.0
-# The standard deviation is taken as at least this share of the median, since flat curves have noise
+# The standard deviation is taken as at least this share of the median: that of a flat curve is near
+# 0, and any noise would be marked.
 MIN_RELATIVE = 0.02
 MIN_ABSOLUTE = 1e-9  # the same for a median of 0
-PAUSE = WINDOW // 2  # the smallest distance of marked values; values that are not finite count too
+PAUSE = WINDOW // 2  # the smallest difference between the indices of two marked values
 
 
 def spikes(values: Iterable[float]) -> Iterator[int]:

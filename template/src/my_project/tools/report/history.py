@@ -32,11 +32,11 @@ MAX_NUMBER = 1e250  # larger numbers could overflow in arithmetic
 
 @dataclass(frozen=True)
 class Evaluation:
-    """An evaluation, in training or beside it."""
+    """An evaluation by the training run, or by `evaluate --follow`."""
 
     record: Record
     results: dict[str, float]  # NaN: not finite
-    is_followed: bool  # beside training
+    is_followed: bool  # by `evaluate --follow`
 
 
 @dataclass

@@ -120,7 +120,7 @@ def escape(value: object, max_characters: int = 300) -> str:
 
 
 def table(head: Sequence[object], rows: Sequence[Sequence[object]]) -> str:
-    """Return a table with escaped cells, in a box that scrolls by itself; "" without rows."""
+    """Return a table with escaped cells, in a box with its own scroll bar; "" without rows."""
     lines = [("th", head), *(("td", row) for row in rows[:MAX_ROWS])]
     texts = ["".join(f"<{tag}>{escape(cell)}</{tag}>" for cell in row) for tag, row in lines]
     body = "".join(f"<tr>{text}</tr>" for text in texts if text)

@@ -72,7 +72,7 @@ def paragraphs(*texts: str) -> str:
 
 # ---- the top -------------------------------------------------------------------------------------
 def by_run(runs: list[str], columns: list[dict[str, str]]) -> str:
-    """Return a table with a column for each run, without empty rows; one column has no head."""
+    """Return a table with a column for each run. Empty rows are left out; one run has no head."""
     names = dict.fromkeys(name for column in columns for name in column)
     rows = [[name, *(column.get(name, "") for column in columns)] for name in names]
     heads = [Html(key(f"c{i}") + escape(name)) for i, name in enumerate(runs)]
