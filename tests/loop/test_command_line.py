@@ -8,7 +8,7 @@ from typing import get_args, get_origin
 import pytest
 import yaml
 from my_project.config import ConfigError, each_setting
-from my_project.settings import NAME_LENGTH, parse
+from my_project.settings import NAME_LENGTH, OTHER_NAMES, parse
 
 CONFIG = """
 recipe: {class_path: sweep.Sweep, init_args: {width: 8}}
@@ -54,6 +54,10 @@ def folder(tmp_path, monkeypatch):
 
 def name(*arguments: str) -> str:
     return parse(["--config", "first.yaml", *arguments]).run_name
+
+
+def test_each_setting_suggested_for_a_name_of_another_program_exists():
+    assert {*OTHER_NAMES.values()} <= {setting for setting, *_ in each_setting()}
 
 
 def test_an_empty_config_is_refused_by_its_name(folder):

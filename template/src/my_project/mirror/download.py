@@ -94,7 +94,7 @@ def fetch_run(
     """If the mirror has a newer checkpoint than a run folder, fetch it and the files beside it.
 
     This is also done if the folder does not exist yet, or if it is a copy and best/ or status.json
-    have changed. run.json is written last, so the next call repeats a fetch that was killed.
+    have changed. run.json is written last, so the next call repeats a first fetch that was killed.
 
     Args:
         store: the mirror.
