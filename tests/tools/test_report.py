@@ -234,10 +234,16 @@ def test_what_happened_is_marked_and_how_each_start_ended_is_said(trained, tmp_p
     run = copy(trained, tmp_path / "run", found)
     line = {"event": "start", "id": "a.0", "launch": "a", "time": BEGAN + 9}
     (run / "starts.jsonl").write_text(json.dumps(line) + "\n")
+    text = re.sub(r"\s+", " ", report(run).text)
+    assert "Starts not in starts.jsonl 1" in text, "the one without a launcher"
+    assert "400 to 700 8 gpu-a x 4, gpu-b x 4 not recorded" in text
+    time = found[at]["time"]
+    ended = line | {"event": "end", "time": time + 1, "outcome": "killed", "cause": "SIGKILL"}
+    lines = json.dumps(line | {"time": time - 1}), json.dumps(ended)
+    (run / "starts.jsonl").write_text("\n".join(lines))
     page = report(run)
     text = re.sub(r"\s+", " ", page.text)
-    assert "Starts not in starts.jsonl 1" in text, "the one without a launcher"
-    assert "400 to 700 8 gpu-a x 4, gpu-b x 4 killed" in text
+    assert "400 to 700 8 gpu-a x 4, gpu-b x 4 killed: SIGKILL" in text
     assert "0 to 400 8 gpu-a x 4, gpu-b x 4 preempted: SIGTERM" in text
     assert page.marks("Loss", "restart") == pytest.approx([400, 700], abs=1)
     assert page.marks("Loss", "spike") == pytest.approx([500], abs=1)

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from ...run_files import Record
+from ...run_files import Record, each_start
 from ..reader import Run, read_run
 
 PHASES = ("data", "evaluation", "saving")
@@ -130,7 +130,16 @@ def read_history(folder: Path) -> History:
         lines = f", damaged lines that are left out: {damaged:,}" * bool(damaged)
         history.run.problems.append(f"metrics.jsonl is missing or damaged{lines}.")
     note_followed(history)
+    note_ends(history)
     return history
+
+
+def note_ends(history: History) -> None:
+    """Add how each start ended, if starts.jsonl says so: only the project's launcher writes it."""
+    for begin, end in each_start(history.run.folder):
+        for start in history.starts:
+            if end and not start.end and begin.time <= start.record.time <= end.time:
+                start.end = ": ".join(filter(None, (text(end.outcome), text(end.cause))))
 
 
 def note_followed(history: History) -> None:

@@ -311,7 +311,7 @@ def starts(run: History) -> str:
         when = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(began)) * bool(began)
         hosts = ", ".join(f"{host} x {count}" for host, count in start.hosts.items())
         is_last = start is run.starts[-1]
-        end = start.end or (run.run.state if is_last else "killed, failed or extended")
+        end = start.end or (run.run.state if is_last else "not recorded")
         steps = f"{start.record.step:,} to {start.last:,}"
         rows.append([when, steps, start.world_size, hosts, start.changed, end])
     return table(["When", "Steps", "Processes", "Hosts", "Changed", "How it ended"], rows[::-1])
