@@ -8,8 +8,9 @@
 # ///
 """Train text embeddings by contrastive learning, with in-batch negatives from all processes.
 
-Data:  python (documented functions of the standard library: the first paragraph of a docstring is
-       the query, the source without the docstring is the document), or pairs
+Data:  python (documented functions of the standard library: the first 200 characters of a
+       docstring's first paragraph are the query; the line with "def" and what follows the docstring
+       are the document), or pairs
        (<data_path>/train.jsonl and validation.jsonl, one object with "query" and "document" per
        line): --recipe.data
 Model: the mean of hashed character n-gram embeddings, and an MLP each for queries and documents.
@@ -344,7 +345,7 @@ def _read_jsonl(path: Path) -> list[tuple[str, str]]:
 
 
 def standard_library() -> list[tuple[str, str]]:
-    """Return pairs: a docstring's first paragraph, and the function's source without docstring."""
+    """Return pairs: the beginning of a docstring, and the function's source without it."""
     root = Path(sysconfig.get_path("stdlib"))
     pairs: dict[str, str] = {}
     skipped = {"test", "tests", "idle_test", "site-packages", "dist-packages"}

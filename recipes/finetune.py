@@ -487,9 +487,10 @@ class Finetune:
     def export(
         self, model: Any, data_info: dict[str, Any], tensors: dict[str, Tensor], folder: Path | None
     ) -> tuple[str, dict[str, Tensor]] | None:
-        """Write what from_pretrained loads, besides the tensors that the first call returned.
+        """Export what from_pretrained loads, in two calls (recipe.py).
 
-        See recipe.py on the two calls. A merged adapter is written whole by the second call.
+        Without a folder, return the tensors that the loop writes, or None for a merged model. With
+        a folder, write the other files or, with merge_adapter, the whole merged model.
         """
         if folder is None:
             return self._tensors_to_export(model, tensors)

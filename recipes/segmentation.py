@@ -330,7 +330,7 @@ class DigitScenes(torch.utils.data.Dataset):
 
         data: Any = load_digits()
         images = torch.tensor(data.images / 16, dtype=torch.float32)  # (1797, 8, 8)
-        # no digit occurs in both training and validation scenes
+        # training and validation scenes share no image of a digit
         chosen = [i for i in range(len(images)) if (i % 5 == 4) == (first > 0)]
         self.digits = [(images[i], int(data.target[i])) for i in chosen if data.target[i] < digits]
         self.length = length

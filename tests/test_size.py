@@ -19,7 +19,7 @@ PACKAGE = TEMPLATE / "src/my_project"
 CEILINGS = {
     "lines of train.py and all that it imports": 8_903,
     "files of train.py and all that it imports": 55,
-    "lines of the package without tools/": 11_733,
+    "lines of the package without tools/": 11_734,
     "lines of tools/": 2_727,
     "lines of template/tests": 4_709,
     "lines of template/tests and tests": 23_990,

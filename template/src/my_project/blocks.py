@@ -129,9 +129,9 @@ def compile_blocks_in_place(accelerator: Accelerator, wrapper: Any, config: Conf
     pass dynamic=False, because `accelerate launch` cannot leave dynamo_use_dynamic unset. With
     dynamic=False, a batch of another length compiles everything again.
 
-    Each block is compiled alone with dynamo_use_regional_compilation, and also under FSDP, which
-    gathers a block's weights between the compiled parts. Otherwise, or if the model has no blocks,
-    the wrapper is compiled as a whole.
+    If dynamo_use_regional_compilation is set, each block is compiled alone. This is also done under
+    FSDP, which gathers a block's weights between the compiled parts. In all other cases, and if the
+    model has no blocks, the wrapper is compiled as a whole.
 
     Args:
         accelerator: this process's Accelerator, which compiles nothing afterwards.

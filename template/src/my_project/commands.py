@@ -1,7 +1,7 @@
 """The commands on the weights of a run: evaluate, predict, export.
 
 Code in an untrusted folder of weights is never run (safety/trust.py). Modules that import torch are
-imported when they are used, so --help and the error for a wrong path appear immediately.
+imported when they are used, so --help and errors in the arguments appear immediately.
 """
 
 import argparse

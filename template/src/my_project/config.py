@@ -92,7 +92,8 @@ class OptimConfig:
     plateau_factor: float = limited(0.1, least=0, most=1)
     """plateau only: the factor that lowers the learning rate."""
     final_lr_fraction: float = limited(0.0, least=0, most=1)
-    """The learning rate at the end, as a fraction of lr."""
+    """The learning rate at the end, as a fraction of lr. constant: no effect. plateau: the lowest
+    rate; plateau_factor multiplies only what is above it."""
     clip_norm: float | None = limited(1.0, least=1e-30)
     """Maximum gradient norm over all parameters; null: do not clip."""
     ema_decay: float | None = limited(None, least=0, most=1)
@@ -497,7 +498,7 @@ def to_yaml(config: Config) -> str:
         return yaml.dump(to_dict(config), Dumper=Dumper, sort_keys=False, allow_unicode=True)
     except yaml.YAMLError as error:
         value = error.args[-1]
-        raise ConfigError(f"config.yaml cannot hold {value!r}: give a name instead.") from error
+        raise ConfigError(f"config.yaml cannot hold {value!r}: give its name as text.") from error
 
 
 def fixed_settings(config: Config) -> dict[str, Json]:

@@ -1,7 +1,8 @@
 """Call a recipe, and check what its methods return.
 
 A slightly wrong recipe must neither silently fail to train nor end the run after hours. Each check
-raises a ConfigError, which says in which method, file and line of the recipe the mistake is.
+raises a ConfigError. If the mistake is in a method of the recipe, the error says in which method,
+file and line.
 """
 
 import dataclasses
@@ -313,7 +314,8 @@ def scalars(recipe: Recipe, name: str, value: SupportsFloat | dict) -> dict[str,
 def check_best_metric(config: Config, validation_sets: Datasets) -> Config:
     """Check the recipe's metrics, and that one of them can give best_metric.
 
-    If it is one of several results of a metric, sanity_check also checks its key.
+    A best_metric may name one of several results of a metric, as <set>/<metric>/<key>. The key is
+    checked later, by sanity_check.
 
     Returns:
         The config, with a null best_mode replaced by the mode that the metric implies.

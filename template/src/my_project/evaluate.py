@@ -135,8 +135,9 @@ def sanity_check(run: Run, accelerator: Accelerator, model: nn.Module, sets: Dat
 def restored_state(model: nn.Module) -> Iterator[None]:
     """Restore parameters and buffers after the block: some modules change them in a forward.
 
-    Of the frozen parameters, only vectors and those with a max_norm are copied: a copy of a large
-    frozen model may not fit in memory. That of the trained ones takes no more than their gradients.
+    All trained parameters are copied: the copies take no more memory than their gradients. Of the
+    frozen ones, only vectors and those with a max_norm are: a copy of a large frozen model may not
+    fit in memory.
     """
     kept: list[tuple[dict[str, Any], str, Tensor, Tensor]] = []
     for module in model.modules():

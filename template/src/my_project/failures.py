@@ -157,7 +157,10 @@ def late(failures: list[Failure]) -> list[Failure]:
 
 # ---- frames --------------------------------------------------------------------------------------
 def library_of(file: str) -> str | None:
-    """Return the installed package or single module of a file; None for the user's code."""
+    """Return the name of the installed package or module that a file belongs to.
+
+    Return None for a file of the user, and "python" for one of Python itself.
+    """
     if file.startswith(PACKAGE_FOLDER + os.sep):
         return None
     if match := INSTALLED.search(file):

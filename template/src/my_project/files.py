@@ -44,7 +44,7 @@ class TransientError(ConfigError):
     exit_code = 1
 
 
-# errors of storage that does not answer, so the same call may work later
+# the same call may work later: storage does not answer, or too many files are open
 UNANSWERED = {errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.ENOTCONN, errno.EMFILE, errno.ENFILE}
 
 

@@ -2,10 +2,11 @@
 
 The command runs on another GPU, on the CPU, or on another host that sees the run folder. Each
 evaluation is a line of evaluations.jsonl (docs/run-folder.md). Nothing else in the run folder is
-written or locked, so training never waits, with one exception: a start waits while the command
-prepares the data. If training removes a checkpoint while it is read, the checkpoint is skipped.
-Checkpoints without a line are evaluated, the oldest first, so the same command, run again,
-continues where it ended. It ends when the run has finished and no checkpoint is left.
+written or locked, so training never waits, with one exception: a training run that starts waits
+while this command prepares the data. If training removes a checkpoint while it is read, the
+checkpoint is skipped. Checkpoints without a line are evaluated, the oldest first, so the same
+command, run again, continues where it ended. It ends when the run has finished and no checkpoint is
+left.
 """
 
 import argparse
@@ -149,7 +150,7 @@ def load_together(accelerator: Accelerator, checkpoint: Checkpoint, model: nn.Mo
             return "it was saved again"
         if current and problem:
             raise ConfigError(problem)
-        return problem  # its files were removed meanwhile
+        return problem  # "", or what a rank lacked because the files were removed meanwhile
 
     return on_main_then_broadcast(accelerator, judge)
 

@@ -143,7 +143,7 @@ def complete(temporary: Path, folder: Path, manifest: Manifest) -> None:
 
 
 def put_in_place(temporary: Path, folder: Path) -> None:
-    """Flush a folder whose files are on disk, and replace the previous folder with it."""
+    """Replace the previous folder with a new one, whose files have been flushed to disk."""
     flush_to_disk(temporary)
     # an unused name, since an older folder may remain: NFS keeps removed files that are still open
     before = unused_name(folder.with_name(f".{folder.name}"), "before")

@@ -138,8 +138,8 @@ def check_parameters(optimizer: torch.optim.Optimizer, model: nn.Module) -> None
 def learning_rate(step: int, total_steps: int, config: OptimConfig, reductions: int = 0) -> float:
     """Return the learning rate of a step, which does not depend on the steps before it.
 
-    Step k of the warmup uses lr x (k + 1) / warmup_steps. As in torch's schedulers, the decay ends
-    one step after the last step, whose rate is still above the final one.
+    Step k of the warmup uses lr x (k + 1) / warmup_steps. As in torch's schedulers, the decay would
+    reach the final rate at step total_steps, which is not taken: the last step's rate is higher.
     """
     if step < config.warmup_steps:
         return config.lr * (step + 1) / config.warmup_steps

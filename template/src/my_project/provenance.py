@@ -119,9 +119,9 @@ def code_digest(recipe: object) -> str:
     """Return a hash of the source files of the loop, and of the recipe and its base classes.
 
     Tools and other recipes are left out, since they may be edited while a run is under way. So are
-    base classes of other packages, and other modules that the recipe imports: if one is edited
-    during a launch, a restart in place stores the edited file, but runs what the launcher imported
-    before the edit.
+    base classes of other packages, and other modules that the recipe imports. This has a price: if
+    one of these is edited during a launch, the copy that a restart in place stores has the edit,
+    but the restart runs what the launcher imported before.
     """
     package, kinds = Path(__file__).parent, type(recipe).__mro__
     names = [kind.__module__ for kind in kinds if kind.__module__.startswith(f"{__package__}.")]
@@ -461,7 +461,7 @@ def masked_patch(patch: str) -> tuple[str, set[str], list[str]]:
 
 
 def mask_file(text: str, name: str) -> str:
-    """Mask secrets in a file's text: in Python only in literals, so that the code stays valid."""
+    """Mask secrets in a file's text; those found by a name, in Python only in literals."""
     return mask_source(text) if name.endswith(".py") else mask(text)
 
 

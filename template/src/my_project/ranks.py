@@ -85,8 +85,8 @@ def open_run(
     Raises:
         ConfigError: `must_agree`, versions, run.numerics or the lengths of datasets differ between
             ranks; or a node does not see the run folder that rank 0 wrote to. If nodes may have
-            folders of their own, this is an error only if another node shares that of rank 0.
-            Also raised by Run.begin.
+            folders of their own, this is refused only if some other node does see the folder of
+            rank 0. Also raised by Run.begin.
     """
     # the repr of a dataclass may contain a set or an address, whose text differs between processes
     plain = {n: to_dict(value) if is_dataclass(value) else value for n, value in must_agree.items()}

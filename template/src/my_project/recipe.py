@@ -12,9 +12,10 @@ The loop calls, in this order:
     build_datasets(data_info) -> (train, {name: validation})
         Return map-style datasets: `len(data)` and `data[index]`; {} for no validation. A dataset
         with `__getitems__(indices)` is asked for a whole micro-batch in one call, unless it draws
-        random numbers (batches.seed_samples). The first micro-batch whose samples draw random
-        numbers is loaded twice, since the draw is noticed only then; so a dataset that caches
-        random results needs `batches.seed_samples: true`. If a dataset, even one inside a Subset or
+        random numbers (batches.seed_samples). The first micro-batch whose samples draw from
+        Python's or NumPy's generator, or in `__getitems__` from any, is loaded twice, since the
+        draw is noticed only then; so a dataset that caches random results needs
+        `batches.seed_samples: true`. If a dataset, even one inside a Subset or
         ConcatDataset, has `set_epoch(epoch)`, every process that reads the dataset calls this
         method before the first sample of each epoch; evaluations pass epoch 0.
         The training set may be a stream instead, which is divided into lanes. A lane is a logical
@@ -74,9 +75,9 @@ A recipe may also have:
 
 `samples` is a torch.utils.data.Subset of the first validation set. predict_samples returns a str or
 a rich renderable such as a Table; files that it writes into `folder`, such as pictures, are moved
-to the run, but not subfolders. Each evaluation calls predict_samples too, with as many samples as
-evaluation.samples says, and their tensors on the model's device (records/samples.py): on rank 0 or,
-if FSDP shards the model, on every rank.
+to the run, but not subfolders. Each evaluation calls predict_samples too (records/samples.py): on
+rank 0 or, if FSDP shards the model, on every rank. An evaluation passes as many samples as
+evaluation.samples says, with their tensors on the model's device.
 
 `export` is called twice. The first call is on every rank, with folder None: from `tensors`, the
 model's state, it returns the tensors that the loop should write to <stem>.safetensors, renamed if
@@ -174,7 +175,7 @@ class Recipe(Protocol):
 
 
 FIELDS = "__dataclass_fields__"
-PARAMETERS = {  # arguments of every method that the loop calls
+PARAMETERS = {  # arguments of every method that the loop or a command calls
     "prepare_data": (),
     "build_datasets": ("data_info",),
     "build_model": ("data_info",),

@@ -57,7 +57,8 @@ class Run:
         self.progress_time: float | None = None  # when progress was last noted
         # whether that was the end of a step, after which the watchdog's shorter limit applies
         self.is_stepping = False
-        self.is_loss_a_sum = True  # False once checks/recipe.py finds that it is not; it then calls
+        # False once checks/recipe.py finds that it is not, and then calls the function below
+        self.is_loss_a_sum = True
         self.when_loss_is_no_sum: Callable[[], None] = lambda: None
         self.first_step_time: float | None = None  # when the first step of this start ended
         self.from_step: int | None = None  # the number of steps done before that first step
@@ -379,7 +380,7 @@ def refuse_other_settings(config: Config, *, must_be_known: bool = True) -> None
     except ConfigError as error:
         problem = str(error)
     if not saved:
-        resume = f", with --resume {newest[0]} from there" if newest else ""
+        resume = f" and continue there with --resume {newest[0]}" if newest else ""
         raise ConfigError(
             f"{problem} So the settings of this run are not known: restore the file (best/ and"
             f" export/ have copies), or choose another --run_name{resume}."

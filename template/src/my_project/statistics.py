@@ -93,7 +93,7 @@ class RunningStatistics:
         statistics, calls = self._read()
         if not self.has_parts:
             self.start = statistics, calls
-        elif self.micro_batch < self.layout.micro_batches:  # not a repeat of the first
+        elif self.micro_batch < self.layout.micro_batches:  # not one that only fills up the step
             self._add(self.reader.both[0].rest, statistics, calls)
         self.micro_batch += self.layout.world_size
         return returned

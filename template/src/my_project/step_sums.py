@@ -50,9 +50,12 @@ class StepSums:
         self.allocate(torch.zeros(6, dtype=dtype_of_sums(device), device=device))
 
     def allocate(self, memory: Tensor, names: tuple[str, ...] = ()) -> None:
-        """Keep the sums in this tensor, which has room for the scalars with these names.
+        """Keep the sums in this tensor from now on.
 
-        Only its elements after the scalars may differ from zero.
+        Args:
+            memory: has an element for each sum, then one for each scalar, and may have more. The
+                elements for sums and scalars must be zero.
+            names: the names of the scalars.
         """
         self.tensor = memory
         self.over_all_ranks = memory[LOSS:]

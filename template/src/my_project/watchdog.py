@@ -58,7 +58,7 @@ class LastResort:
             self.stacks = stacks_file(os.environ[LOGS], rank).open("ab")
 
     def set(self, seconds: float) -> None:
-        """End this process after `seconds`, not counting time during which it is suspended."""
+        """End this process after `seconds`; a suspension may count as up to half of them."""
         if self.has_timer:  # first: what follows may fail, and the earlier setting must not stay
             LIBC.sysv_signal(signal.SIGVTALRM, LIBC.abs)  # a function that does nothing
             half = int(seconds / 2), int(seconds / 2 % 1 * 1e9)  # seconds, nanoseconds

@@ -294,7 +294,7 @@ class Checkpoints:
         before = self._thread
 
         def work() -> None:
-            torch.set_num_threads(1)  # of this thread; the number of the training thread stays
+            torch.set_num_threads(1)  # for this thread only: training keeps its number of threads
             if sys.platform == "linux":
                 os.nice(NICENESS)
             if before:

@@ -199,7 +199,7 @@ class Agreement:
 
 
 def data_info_hash(value: Json) -> str:
-    """Hash a value of data_info. Numbers count to 5 digits: another CPU rounds differently."""
+    """Hash a value of data_info, its numbers to 5 digits: other CPUs round differently."""
     number = r"\d+\.\d+(e-?\d+)?"
     return content_hash(re.sub(number, lambda match: f"{float(match[0]):.5g}", repr(value)))
 

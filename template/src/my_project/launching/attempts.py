@@ -5,8 +5,9 @@ node or a device error, and if a smaller micro-batch may fit in memory; with --m
 after a stall in which they waited for a node that has left. They are not restarted after other
 errors, most of which would repeat, nor after a stop signal. The launcher of node 0 appends a line
 to starts.jsonl once rank 0 of a start has written run.json, and another when the start has ended
-(docs/run-folder.md). If its own processes fail before rank 0 has written run.json, it appends both
-lines when the launcher ends. This module imports no torch, and the loop does not import it.
+(docs/run-folder.md). If a start fails before rank 0 has written run.json, the launcher appends both
+lines later: when a restart has written run.json, or when the launcher itself ends. This module
+imports no torch, and the loop does not import it.
 """
 
 import fcntl
@@ -174,8 +175,9 @@ class Starts:
         may_succeed = first.cause in causes if first else others_failed
         if not may_succeed and not any(code < 0 for code in codes.values()):
             return "the error would repeat"
-        # The first step that any start reports is not evidence of progress, even if it is after the
-        # checkpoint: an earlier start may have reached it and failed without a report.
+        # A reported step is progress if it comes after a step that an earlier start has reported.
+        # If none has (0), an earlier start may have reached the same step and failed without a
+        # report.
         saved_step = newest_checkpoint(self.folder) or 0
         reported_step = max((failure.step or 0 for failure in failures), default=0)
         if saved_step > self._saved_step or 0 < self._reported_step < reported_step:
@@ -195,7 +197,7 @@ class Starts:
     def begin(self) -> None:
         """Prepare the first line of a start.
 
-        It is written once rank 0 has written run.json, or when the start ends. Until then, the
+        It is not written before rank 0 has written run.json, or the launcher ends: until then, the
         folder may still contain an older run, which `--resume never` moves aside.
         """
         if self.about:

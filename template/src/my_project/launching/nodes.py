@@ -328,7 +328,7 @@ class OtherNodes:
                 connection.send({"stay": left})
 
     def _may_leave(self, node: Node) -> bool:
-        """Return whether the run can go on without a node that joined it and has done no step."""
+        """Return whether a node joined later, has done no step yet, and is not needed."""
         is_newcomer = any(old.is_new and old.launcher == node.launcher for old in self.members)
         has_joined = is_newcomer and not all(old.is_new for old in self.members)
         return node.is_untried and has_joined and len(self.members) > self._me.required_nodes

@@ -193,7 +193,10 @@ OPENED: set[tuple[int, str]] = set()  # files that imports have opened, as open_
 
 @contextmanager
 def opened_files_noted() -> Iterator[None]:
-    """Add to OPENED the files that the block, which imports or makes the recipe, leaves open."""
+    """Add to OPENED the files that are opened in the block and stay open.
+
+    In the block, modules are imported or the recipe is made.
+    """
     before = open_files()
     yield
     OPENED.update(open_files() - before)

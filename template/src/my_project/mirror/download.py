@@ -272,7 +272,7 @@ def in_every_folder(
         find: finds them again; called by rank 0.
 
     Raises:
-        ConfigError: rank 0 has checkpoints, but no other node has the same.
+        ConfigError: rank 0 has checkpoints, but none of them is on every node.
     """
     if run.is_shared:
         return candidates

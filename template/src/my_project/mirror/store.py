@@ -77,8 +77,8 @@ class Store:
             )
         except (ImportError, ValueError) as error:
             raise ConfigError(
-                f"the mirror {self.url} cannot be used: {error}. s3:// needs the extra s3"
-                " of this project, gs:// gcs, az:// azure (pip install -e '.[s3]')."
+                f"the mirror {self.url} cannot be used: {error}. Install an extra of this"
+                " project: s3 for s3://, gcs for gs://, azure for az:// (pip install -e '.[s3]')."
             ) from error
         self.is_local = isinstance(self.fs, LocalFileSystem)
         is_generic = type(self.fs).find is AbstractFileSystem.find

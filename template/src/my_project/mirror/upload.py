@@ -266,7 +266,7 @@ class Mirror:
     def _upload_new(self) -> None:
         """Upload what is new, in an order such that a kill at any time loses no record."""
         self._check_fence()
-        # manifests are read first and uploaded last, after best/ and the records they refer to
+        # manifests are read first and uploaded after best/ and the records they refer to
         manifests = []
         for folder in checkpoints(self.run.folder):
             with suppress(FileNotFoundError):  # a save has removed it just now

@@ -53,7 +53,8 @@ class Performance:
         # set by transformers' gradient_checkpointing_enable
         is_recomputed |= any(getattr(m, "gradient_checkpointing", False) for m in model.modules())
         self.throughput = Throughput(accelerator, run.config, layout, model)
-        # not to be counted: compiled kernels are not operators, and recomputed ones count twice
+        # as if they were counted already: compiled kernels are not operators, which are what is
+        # counted, and recomputed operators would count twice
         self.throughput.is_counted |= self.is_compiled or is_recomputed
         # by step: when it ended, and how long it waited for data; only for steps that are not
         # observed yet, since the numbers of a step come one step later

@@ -133,7 +133,7 @@ def secrets_in(settings: Any, name: str = "", secret: str = "") -> Iterator[str]
 
     Secrets are strings and bytes under a secret's name (and numbers, unless the name ends in token
     or tokens), also inside lists, sets, groups and dictionaries. Strings that mask_unnamed changes
-    are secrets too. Other text may contain a secret's name, as a prompt does ("Password: ...").
+    are secrets too. A secret's name inside other text is allowed, as in a prompt ("Password: ...").
 
     Args:
         settings: a dataclass, or the value of a setting.

@@ -59,7 +59,8 @@ def read_config(path: Path, trusted: Iterable[str] = (), given: Path | None = No
     is_class = isinstance(name, str) and _is_dotted(name)
     if not (is_class and isinstance(recipe.get("init_args"), (dict, NoneType))):
         raise ConfigError(
-            f"{path}: recipe must have a class_path such as module.Class; init_args is a group."
+            f"{path}: recipe must have a class_path such as module.Class; its init_args, if given,"
+            " must be a group of settings."
         )
     weights = run_folder(str(given or path.parent))
     trusted = {*trusted, *_named_in_configs(weights)}

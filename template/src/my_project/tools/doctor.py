@@ -294,9 +294,9 @@ def _tail(path: Path | None) -> str:
 def find_cause(start: Start) -> dict[str, Any]:
     """Return the cause of a failed start, and what failed first, as a dict.
 
-    Its keys are "cause" and "what". It may also have fields of an error file, "says", "known",
-    "look_at", "likely" (which replaces what CAUSES says) and "is_known" (which replaces what LIKELY
-    says).
+    Its keys are "cause" and "what". It may also have "says", "known", "look_at", "likely" (which
+    replaces what CAUSES says), "is_known" (which replaces what LIKELY says), and fields of an error
+    file, such as "rank".
     """
     failures = start.failures
     first = first_failure(failures)
@@ -360,7 +360,7 @@ def _unreported_exit(start: Start, exits: dict[int, Exit]) -> dict[str, Any]:
         names = {number.value: number.name for number in Signals}
         ending = f"by signal {-first.code} ({names.get(-first.code, 'unknown')})"
         kind = "killed" if -first.code == SIGKILL else "crashed"
-    # the log may also hold the message of an earlier start
+    # only after an abort: another log may have NCCL's message from an earlier start
     is_abort = first.code == ABORTED
     if is_abort and SENTENCES["mismatched collectives"].search(_tail(start.logs.get(rank))):
         kind = "mismatched collectives"

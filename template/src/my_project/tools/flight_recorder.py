@@ -1,10 +1,10 @@
-"""Compare the last collectives of all ranks, which NCCL's flight recorder kept, without torch.
+"""Compare the last collectives of all ranks, as recorded by NCCL's flight recorder.
 
-When the watchdog ends a run on GPUs, it writes errors/nccl_trace_rank_<rank>.json (watchdog.py).
-The "entries" of this file are the collectives of each process group, numbered by collective_seq_id.
-All ranks of a group must call them in the same order, with the same operation and, for most
-operations, the same sizes. NCCL may write its own dumps to the same folder: these are pickles, so
-they are named but not opened.
+This module imports no torch. When the watchdog ends a run on GPUs, it writes
+errors/nccl_trace_rank_<rank>.json (watchdog.py). The "entries" of this file are the collectives of
+each process group, numbered by collective_seq_id. All ranks of a group must call them in the same
+order, with the same operation and, for most operations, the same sizes. NCCL may write its own
+dumps to the same folder: these are pickles, so they are named but not opened.
 """
 
 import re

@@ -414,7 +414,7 @@ def _count(step: _Step, batch: Any, accumulation: int, gpus_per_node: int) -> di
     collectives = _Recorder()
     micro_batches = min(accumulation, 2)
     gc.collect()
-    gc.freeze()  # so that the recorder collects only what is made from here on
+    gc.freeze()  # so that gc.collect() in the recorder examines only newer objects
     try:
         # the counter decomposes some operations, so it has to see each of them last
         with no_garbage_collection(), counter, tracker, collectives:
