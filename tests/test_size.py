@@ -19,10 +19,10 @@ PACKAGE = TEMPLATE / "src/my_project"
 CEILINGS = {
     "lines of train.py and all that it imports": 8_903,
     "files of train.py and all that it imports": 55,
-    "lines of the package without tools/": 11_734,
+    "lines of the package without tools/": 11_739,
     "lines of tools/": 2_727,
-    "lines of template/tests": 4_709,
-    "lines of template/tests and tests": 23_990,
+    "lines of template/tests": 4_722,
+    "lines of template/tests and tests": 24_003,
     "settings": 60,
     "methods of a recipe": 14,
     "lines of launching/": 2_127,

@@ -284,6 +284,23 @@ def test_a_checkpoint_that_does_not_fit_ends_the_follower(run):
         follow_folder(run.folder)
 
 
+def test_the_command_says_once_that_it_waits_for_a_stopped_run(run, monkeypatch, caplog):
+    monkeypatch.setattr(follow, "POLL_SECONDS", 0.01)
+    status, look, looks = run.folder / "status.json", follow.Evaluations.look, []
+    text = status.read_text()
+
+    def stop_then_finish(results: follow.Evaluations) -> Any:
+        looks.append(1)
+        status.write_text(text.replace('"finished"', '"failed"') if len(looks) < 7 else text)
+        return look(results)
+
+    monkeypatch.setattr(follow.Evaluations, "look", stop_then_finish)
+    with caplog.at_level("INFO"):
+        assert follow_folder(run.folder) == 0
+    assert len(looks) == 7
+    assert caplog.text.count("run: failed; waiting") == 1
+
+
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, -15), (signal.SIGINT, 130)])
 def test_a_signal_ends_the_command_without_a_partial_line(run, number, code):
     """It waits for the next checkpoint then. With --json it prints the lines that it writes."""

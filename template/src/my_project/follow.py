@@ -167,6 +167,7 @@ class Evaluations:
     seen: set[tuple[str, int]] = field(default_factory=set)  # see fetch_next
     problem: str = ""  # why the last fetch failed; "" if it did not
     settled: set[Version] = field(default_factory=set)  # checkpoints that need not be read again
+    outcome: str = ""  # of the run, as it was last logged
     file: IO[bytes] = field(init=False)  # only on rank 0
 
     @property
@@ -235,7 +236,8 @@ class Evaluations:
                 f"{self.run} was moved, removed or started over: follow the run that is there now."
             )
         # read before the checkpoints, since the last one is saved before the run has finished
-        is_finished = read_status(self.run).outcome == "finished"
+        outcome = read_status(self.run).outcome
+        is_finished = outcome == "finished"
         for folder in checkpoints(self.run):
             with suppress(OSError):  # the checkpoint was removed
                 is_new = read_version(folder) not in self.settled
@@ -244,6 +246,9 @@ class Evaluations:
                     return checkpoint, is_finished
                 if checkpoint:
                     self.settled.add(checkpoint.version)
+        if outcome not in ("", "running", "finished", self.outcome):
+            logger.info("outcome of the run: %s; waiting for its next start (Ctrl-C ends)", outcome)
+        self.outcome = outcome
         return None, is_finished
 
     def _is_new(self, hashes: dict[str, str]) -> bool:
