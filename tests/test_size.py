@@ -17,12 +17,12 @@ REPOSITORY = Path(__file__).resolve().parents[1]
 TEMPLATE = REPOSITORY / "template"
 PACKAGE = TEMPLATE / "src/my_project"
 CEILINGS = {
-    "lines of train.py and all that it imports": 8_903,
+    "lines of train.py and all that it imports": 8_906,
     "files of train.py and all that it imports": 55,
-    "lines of the package without tools/": 11_739,
+    "lines of the package without tools/": 11_742,
     "lines of tools/": 2_727,
     "lines of template/tests": 4_722,
-    "lines of template/tests and tests": 24_003,
+    "lines of template/tests and tests": 24_013,
     "settings": 60,
     "methods of a recipe": 14,
     "lines of launching/": 2_127,

@@ -385,6 +385,19 @@ def test_any_method_with_a_letter_less_is_taken_for_what_it_is(name):
     assert not misspelled(type("Any", (), {n: lambda self, *arguments: None for n in PARAMETERS})())
 
 
+@pytest.mark.parametrize("name", sorted(PARAMETERS))
+def test_a_misspelled_override_is_named_and_helpers_of_a_base_class_are_not(name):
+    def method(*_: Any) -> None: ...
+
+    wrong = f"{name}s"
+    base = type("Base", (), {name: method})
+    assert misspelled(type("Sub", (base,), {wrong: method})()) == {wrong: name}
+    with_helper = type("WithHelper", (), {name: method, wrong: method})
+    assert not misspelled(type("Sub", (with_helper,), {wrong: method})())
+    helper = type("Helper", (), {wrong: method})
+    assert not misspelled(type("Sub", (helper,), {name: method})())
+
+
 def test_the_shipped_recipes_have_no_misspelled_method():
     folder = PROJECT / "src/my_project/recipes"
     for path in folder.glob("[a-z]*.py"):

@@ -196,17 +196,27 @@ def check_settings(findings: Findings) -> None:
         findings.add("recipe", f"{method} is not a method that the loop calls: is {meant} meant?")
 
 
-def misspelled(recipe: Recipe) -> dict[str, str]:
-    """Map the recipe's methods to missing optional methods of almost the same name.
+def is_lone(recipe: Recipe, name: str, other: str) -> bool:
+    """Return whether the recipe lacks another method, or only inherits it beside this one.
 
-    A method is included only if it also accepts the arguments of the optional method; most methods
-    with a similar name, such as `exported`, do not.
+    In the second case, this method may be a misspelled override of the other one. If a class
+    defines both, it is not.
     """
-    missing = [name for name in PARAMETERS if optional(recipe, name) is None]
+    defined = [{name, other} & vars(kind).keys() for kind in type(recipe).__mro__]
+    return next(filter(None, defined)) == {name} and {name, other} not in defined
+
+
+def misspelled(recipe: Recipe) -> dict[str, str]:
+    """Map the recipe's methods to methods of almost the same name that the loop or a command calls.
+
+    A method is included only if it also accepts the arguments of the other one; most methods with a
+    similar name, such as `exported`, do not.
+    """
     methods = {name for name, value in getmembers_static(type(recipe)) if isroutine(value)}
     meanings: dict[str, str] = {}
     for name in sorted(name for name in methods - {*PARAMETERS} if not name.startswith("_")):
-        for meant in get_close_matches(name, missing, 1, 0.8):
+        candidates = [other for other in PARAMETERS if is_lone(recipe, name, other)]
+        for meant in get_close_matches(name, candidates, 1, 0.8):
             with suppress(TypeError, ValueError):
                 signature(getattr(recipe, name)).bind(*PARAMETERS[meant])
                 meanings[name] = meant
