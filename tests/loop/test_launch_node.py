@@ -25,7 +25,7 @@ from my_project.config import ConfigError
 from my_project.files import TransientError, read_json, wait_until
 from my_project.launching import launch, nodes, workers
 from my_project.launching.attempts import Starts
-from my_project.launching.summary import Ending, how_it_ended
+from my_project.launching.summary import Ending, how_it_ended, unexplained
 from my_project.process import CODE, Launcher
 from my_project.run_files import Status
 from runs import quick
@@ -379,10 +379,8 @@ def test_the_summary_names_no_process_that_the_launcher_killed(tiny, monkeypatch
     end_processes(monkeypatch, -signal.SIGSEGV, outcome="running", killed=[1])
     words = ["--config_file", f"{WHERE}/cpu.yaml", "--max_restarts", "0", *TRAIN]
     assert launch.main(words) == 1
-    assert (
-        "os._exit (rank 0 was ended by SIGSEGV)."
-        in read_json(Path("runs/tiny/status.json"))["reason"]
-    )
+    reason = read_json(Path("runs/tiny/status.json"))["reason"]
+    assert "(rank 0 was ended by SIGSEGV): it crashed in C code" in reason
     shown = capsys.readouterr().err
     assert "rank 0 was ended by SIGSEGV" in shown
     assert "rank 1" not in shown
@@ -445,6 +443,15 @@ def test_what_an_earlier_start_saved_does_not_hide_the_failure_of_the_last(tmp_p
     assert settled(tmp_path, "preempted", 1, start=2) == "failed"
     assert settled(tmp_path, "preempted", 1, start=2, stop="SIGTERM") == "preempted"
     assert settled(tmp_path, "finished", 1, start=2) == "finished"
+
+
+@pytest.mark.parametrize(
+    ("code", "cause"),
+    [(3, "called os._exit"), (-signal.SIGSEGV, "crashed in C code"), (-signal.SIGKILL, "memory")],
+)
+def test_only_causes_that_the_exit_code_allows_are_named(code, cause):
+    causes = {"called os._exit", "crashed in C code", "memory"}
+    assert [one for one in causes if one in unexplained({0: code, 1: 1}, [1])] == [cause]
 
 
 def test_a_signal_without_a_name_has_its_number():

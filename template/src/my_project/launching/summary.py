@@ -165,10 +165,13 @@ def unexplained(codes: dict[int, int], killed: Collection[int]) -> str:
     """Return what the exit codes say about processes that left no error file."""
     codes = {rank: code for rank, code in codes.items() if code and rank not in killed} or codes
     ended = [f"rank {rank} {how_it_ended(code)}" for rank, code in codes.items()]
-    return (
-        "a process ended without an error file: it was killed, ran out of host memory, crashed in C"
-        f" code, or called os._exit ({', '.join(ended[:4])})."
-    )
+    first = next(iter(codes.values()), 0)
+    cause = "it called os._exit, or C code ended it"
+    if first < 0:
+        cause = "it crashed in C code, or was sent the signal"
+    if first == -signal.SIGKILL:
+        cause = "it was killed, perhaps because the host ran out of memory"
+    return f"a process ended without an error file ({', '.join(ended[:4])}): {cause}."
 
 
 def how_it_ended(code: int) -> str:
@@ -180,6 +183,7 @@ def how_it_ended(code: int) -> str:
 
 def print_finished(folder: Path, status: Status, *more: tuple[str, str]) -> None:
     """Print the results of a finished run, and commands to run next."""
+    weights = folder / "best", folder / "export"
     results = [f"{name} {format_metric(value)}" for name, value in (status.result or {}).items()]
     pairs = [
         ("steps", f"{status.step} of {status.steps}, {status.reason}"),
@@ -190,7 +194,7 @@ def print_finished(folder: Path, status: Status, *more: tuple[str, str]) -> None
         ("goodput", goodput_in_words(status)),
         ("best", best_evaluation(folder)),
         ("result", ", ".join(results)),
-        ("weights", str(folder / "export")),
+        ("weights", ", ".join(str(path) for path in weights if path.exists())),
         ("metrics", str(folder / "metrics.jsonl")),
         *links(status),
     ]
