@@ -66,6 +66,33 @@ def test_an_empty_config_is_refused_by_its_name(folder):
         parse(["--config", "empty.yaml"])
 
 
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        (
+            "optim: {lr: 1.0e-3}\nseed: 1\noptim:\n  clip_norm: 1",
+            "optim is in line 1 and again in line 3",
+        ),
+        ("steps: 1\nsteps: 1", "steps is in line 1 and again in line 2"),
+        ("optim: {lr: 1, lr: 2}", "lr is in line 1 and again in line 1"),
+        ("recipe:\n  init_args:\n    mix: {a: 1}\n    mix: {b: 1}", "mix is in line 3"),
+    ],
+)
+def test_a_repeated_key_is_refused_where_yaml_would_keep_the_last(folder, text, problem):
+    (folder / "repeated.yaml").write_text(text)
+    with pytest.raises(ConfigError, match=problem):
+        parse(["--config", "first.yaml", "--config", "repeated.yaml"])
+
+
+def test_keys_that_override_merged_ones_are_not_repeated(folder):
+    text = (
+        "recipe:\n  init_args:\n    mix: &a {a: 1.0, b: 1.0}\noptim:\n  init_args: {<<: *a, b: 2.0}"
+    )
+    (folder / "merged.yaml").write_text(text)
+    config = parse(["--config", "first.yaml", "--config", "merged.yaml"])
+    assert config.optim.init_args == {"a": 1.0, "b": 2.0}
+
+
 # ---- names of runs -------------------------------------------------------------------------------
 @pytest.mark.parametrize(
     ("typed", "wanted"),

@@ -267,17 +267,31 @@ def read_yaml(path: Path, *, follow: bool = True) -> dict[str, Any]:
         follow: whether to follow a link, as in the user's own configs/ (see open_own).
 
     Raises:
-        ConfigError: the file cannot be read, has too many aliases, or is not a mapping.
+        ConfigError: the file cannot be read, has too many aliases or a repeated key, or is not a
+            mapping.
     """
     import yaml
 
-    loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+    loader: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+
+    class Loader(loader):
+        """Refuses a repeated key, of which YAML would silently keep only the last value."""
+
+        def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
+            lines: dict[str, int] = {}
+            for key in (key for key, _ in node.value if isinstance(key, yaml.ScalarNode)):
+                name, line = key.value, key.start_mark.line + 1
+                if name in lines and name != "<<":
+                    raise ValueError(f"{name} is in line {lines[name]} and again in line {line}")
+                lines[name] = line
+            return super().construct_mapping(node, deep)
+
     try:
         text = read_own(path, follow=follow, most=MAX_YAML_BYTES).decode()
         aliases = sum(isinstance(e, yaml.AliasEvent) for e in yaml.parse(text, loader))
         if aliases > MAX_YAML_ALIASES:
             raise ValueError(f"it has {aliases} aliases; the limit is {MAX_YAML_ALIASES}")
-        settings = yaml.load(text, loader) or {}
+        settings = yaml.load(text, Loader) or {}
     except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
         raise ConfigError(f"{path} cannot be read: {' '.join(str(error).split())}.") from error
     if not isinstance(settings, dict):
