@@ -17,12 +17,12 @@ REPOSITORY = Path(__file__).resolve().parents[1]
 TEMPLATE = REPOSITORY / "template"
 PACKAGE = TEMPLATE / "src/my_project"
 CEILINGS = {
-    "lines of train.py and all that it imports": 8_906,
+    "lines of train.py and all that it imports": 8_934,
     "files of train.py and all that it imports": 55,
-    "lines of the package without tools/": 11_746,
+    "lines of the package without tools/": 11_774,
     "lines of tools/": 2_739,
     "lines of template/tests": 4_722,
-    "lines of template/tests and tests": 24_023,
+    "lines of template/tests and tests": 24_063,
     "settings": 60,
     "methods of a recipe": 14,
     "lines of launching/": 2_131,

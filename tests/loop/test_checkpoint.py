@@ -41,6 +41,11 @@ def folder_of(config: Config, step: int) -> Path:
     return config.folder / "checkpoints" / f"step_{step:08d}"
 
 
+def content(folder: Path) -> dict[str, bytes]:
+    paths = (path for path in folder.rglob("*") if path.is_file())
+    return {str(path): path.read_bytes() for path in paths if path.name != ".lock"}
+
+
 def names(config: Config) -> list[str]:
     return sorted(path.name for path in (config.folder / "checkpoints").iterdir())
 
@@ -211,6 +216,24 @@ def test_a_run_that_began_at_a_path_goes_back_to_it_and_to_no_other_branch(copie
     assert given.run.resumed_from == str(other)
 
 
+def test_a_checkpoint_of_another_run_replaces_no_run(trained, copied, tmp_path):
+    """A copy of the run and a run that began at the path are not other runs."""
+    other = change(trained, run_name="other", runs_folder=str(tmp_path), steps=4)
+    assert train(other) == 0
+    given, before = folder_of(other, 4), content(copied.folder)
+    with pytest.raises(ConfigError, match=r"holds another run .*choose another --run_name"):
+        train(change(copied, resume=str(given), steps=12))
+    assert content(copied.folder) == before
+    new = change(other, run_name="new", resume=str(given), steps=3)
+    with pytest.raises(ConfigError, match="is at step 4, but the run ends at 3"):
+        train(new)
+    for steps in (5, 6):  # the second start finds the checkpoint of the first
+        assert train(change(new, steps=steps)) == 0
+    shutil.copytree(other.folder, tmp_path / "backup")
+    backup = tmp_path / f"backup/checkpoints/{given.name}"
+    assert train(change(other, resume=str(backup), steps=6)) == 0
+
+
 def test_a_link_to_a_run_folder_is_the_same_run(tmp_path):
     """Also after --resume never, which moves what is in it aside, but for the lock."""
     mine = Run(make_config(tmp_path, resume="never"), rank=0)
@@ -271,15 +294,11 @@ def test_a_run_of_another_version_is_refused_and_left_as_it_is(copied):
     write_manifest(folder, format=manifests.FORMAT + 1)
     (copied.folder / "status.json").write_text('{"outcome": "preempted"}')
 
-    def content() -> dict[str, bytes]:
-        paths = (path for path in copied.folder.rglob("*") if path.is_file())
-        return {str(path): path.read_bytes() for path in paths if path.name != ".lock"}
-
-    before = content()
+    before = content(copied.folder)
     for resume in ("auto", str(folder.with_name("step_00000004"))):
         with pytest.raises(ConfigError, match=r"another version .*--resume never"):
             train(change(copied, resume=resume))
-        assert content() == before
+        assert content(copied.folder) == before
     assert train(change(copied, resume="never")) == 0
 
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 from my_project import accelerator as accelerators
 from my_project import contract, statistics
+from my_project import train as loop
 from my_project.config import Config
 from my_project.loading.layout import batch_layout
 from my_project.loading.seeding import sample_keys
@@ -213,6 +214,7 @@ def test_batch_norm_trains_under_fsdp_in_bf16(tmp_path, processes, replicas):
 
 
 def test_a_model_without_batch_norm_runs_not_a_line_of_it(tmp_path, monkeypatch):
+    assert loop.RunningStatistics  # whose import needs the class
     monkeypatch.setattr(statistics, "RunningStatistics", None)
     assert train(make_config(tmp_path, run_name="plain", steps=2)) == 0
     with pytest.raises(TypeError):

@@ -201,13 +201,14 @@ class Run:
 
         Raises:
             ConfigError: the folder is no longer this launch's, or has a different format or
-                settings, or a save there would fail.
+                settings, or a save there would fail, or --resume names a checkpoint of another run.
         """
         self.check_lock()
         starts_over = starts_over_now(self.config)
         if not starts_over:
             refuse_other_settings(replace(self.config, resume="auto"))
             refuse_other_format(self.folder)
+            refuse_other_run(self.config, self.total_steps)
         with files.writing(self.folder):
             for folder in (self.folder, self.folder / "checkpoints"):  # the second may be a link
                 if os.path.lexists(folder):
@@ -413,6 +414,39 @@ def refuse_other_format(folder: Path) -> None:
         except (ValueError, OSError) as error:  # resuming.choose skips a damaged checkpoint
             if isinstance(error, files.FormatError):
                 raise
+
+
+def refuse_other_run(config: Config, total_steps: int) -> None:
+    """Refuse --resume <path> if the folder holds a run that did not begin there.
+
+    The run's results would be replaced. Also refuse a path that leaves nothing to train.
+    """
+    own, given = run_files.checkpoints(config.folder), Path(config.resume)
+    if config.resume in ("auto", "never") or any(began_at(path, config.resume) for path in own):
+        return
+    given_run = run_files.read_info(given.parent.parent).run  # a copy of this run is allowed
+    is_same = given_run != "" and given_run == run_files.read_info(config.folder).run
+    if is_same or given.resolve().is_relative_to(config.folder.resolve()):
+        return
+    if own:
+        raise ConfigError(
+            f"{config.folder} holds another run than --resume {given}, and its results would be"
+            " replaced: choose another --run_name."
+        )
+    step = run_files.checkpoint_step(given)
+    if 0 < total_steps < step:
+        raise ConfigError(
+            f"--resume {given} is at step {step}, but the run ends at {total_steps}: give more"
+            " --steps or --epochs, or an earlier checkpoint."
+        )
+
+
+def began_at(folder: Path, given: str) -> bool:
+    """Return whether the run of a checkpoint began with --resume and this path."""
+    with suppress(ValueError, OSError):
+        path = manifests.read_manifest(folder)["resumed_from"]
+        return bool(path) and os.path.realpath(path) == os.path.realpath(given)
+    return False
 
 
 def _masked(name: str, settings: dict[str, files.Json]) -> str:

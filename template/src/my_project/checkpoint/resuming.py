@@ -8,7 +8,6 @@ import logging
 import os
 import re
 from collections.abc import Iterable
-from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
@@ -20,7 +19,7 @@ from ..manifest import UNREADABLE, find_damage, read_manifest
 from ..mirror.download import in_every_folder
 from ..ranks import gather_on_main, on_main_then_broadcast
 from ..run_files import checkpoint_step
-from ..run_folder import Run
+from ..run_folder import Run, began_at
 
 logger = logging.getLogger(__name__)
 
@@ -79,15 +78,7 @@ def _candidates(run: Run) -> list[Path]:
     given = run.config.resume
     if given in ("auto", "never"):
         return own
-    return [*(folder for folder in own if _began_at(folder, given)), Path(given)]
-
-
-def _began_at(folder: Path, given: str) -> bool:
-    """Return whether the run of a checkpoint began with --resume and this path."""
-    with suppress(ValueError, OSError):
-        path = read_manifest(folder)["resumed_from"]
-        return bool(path) and os.path.realpath(path) == os.path.realpath(given)
-    return False
+    return [*(folder for folder in own if began_at(folder, given)), Path(given)]
 
 
 def find_damage_together(accelerator: Accelerator, folder: Path, *, is_shared: bool = True) -> str:
