@@ -396,12 +396,12 @@ def test_a_rotation_that_fails_is_not_a_save_that_fails(tmp_path, monkeypatch, c
         for step in range(1, saving.FIRST_SAVES + 2):
             saver.save(TrainState(step=step))
         saver.wait()
-    assert kept_steps(saver.config) == [1, 2, 3, 4]
+    assert kept_steps(saver.config) == [1, 2, 3, 4, 5]
     assert not saver.failures
     assert f"{folder_of(saver.config, 1)} could not be removed: [Errno 5]" in caplog.text
-    saver.save(TrainState(step=5))
+    saver.save(TrainState(step=6))
     saver.wait()
-    assert kept_steps(saver.config) == [5]
+    assert kept_steps(saver.config) == [6]
 
 
 def fail_to_remove(replace):
@@ -771,11 +771,30 @@ def test_a_run_whose_last_save_fails_has_failed_also_if_told_to_stop(tmp_path, s
 def test_a_start_whose_first_saves_have_all_failed_ends(tmp_path):
     """Not one that has saved before, which may go on for as long as its disk is full."""
     config = make_config(tmp_path, checkpoints__every_steps=1, steps=100)
-    with pytest.raises(RuntimeError, match=r"all 3 saves .*step_00000003 could not be saved"):
+    with pytest.raises(RuntimeError, match=r"all 4 saves .*step_00000004 could not be saved"):
         run_world(1, train_with_file_limit, config, 200, 0)
     assert status(config)["outcome"] == "failed"
-    assert status(config)["step"] == saving.FIRST_SAVES + 1
+    assert status(config)["step"] == saving.FIRST_SAVES
     assert names(config) == []
+
+
+def test_the_last_of_the_first_saves_is_tried_before_the_run_ends(tmp_path, monkeypatch):
+    """An export, or an evaluation, between the failed saves does not end the run."""
+    saver, tries = make_checkpoints(make_config(tmp_path)), []
+
+    def write(*arguments: Any, **settings: Any) -> Any:
+        tries.append(1)
+        if len(tries) < saving.FIRST_SAVES:
+            raise OSError(28, "No space left on device")
+        return save_shards(*arguments, **settings)
+
+    save_shards = saving.save_shards
+    monkeypatch.setattr(saving, "save_shards", write)
+    for step in range(1, saving.FIRST_SAVES + 2):
+        saver.save(TrainState(step=step))
+        saver.add_evaluation(TrainState(step=step, evaluated_step=step))
+        saver.wait()
+    assert names(saver.config) == ["step_00000004", "step_00000005"]
 
 
 def train_without_room_for_best(config: Config) -> int:

@@ -61,7 +61,7 @@ from .shards import (
 
 logger = logging.getLogger(__name__)
 NICENESS = 10  # of the saving thread, not of the process: training gets the cores first
-FIRST_SAVES = 3  # if the first 3 saves after a start fail, the run ends before it loses more steps
+FIRST_SAVES = 4  # if the first 4 saves after a start fail, the run ends before it loses more steps
 END_SECONDS = 20  # how long to wait for other ranks once a save has failed or a rank is gone
 
 Read = Callable[[str], Tensor]  # reads a tensor by its name
@@ -322,7 +322,8 @@ class Checkpoints:
 
         self._thread = threading.Thread(target=work, name="checkpoint")
         self._thread.start()
-        if not self.config.checkpoints.background:
+        is_last_try = self._first_failed >= FIRST_SAVES - 1
+        if is_last_try or not self.config.checkpoints.background:
             self.wait()
 
     def wait(self) -> None:
