@@ -211,7 +211,9 @@ class Finetune:
         path = Path(self.data_path)
         suffixes = {p.suffix for p in path.iterdir()} if path.is_dir() else {path.suffix}
         kinds = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet"}
-        if not path.exists() or len(suffixes & set(kinds)) != 1:
+        if not path.exists():
+            raise FileNotFoundError(f"data_path {path} does not exist")
+        if len(suffixes & set(kinds)) != 1:
             raise ValueError(
                 f"data_path {path} must be a .jsonl, .csv or .parquet file, or a folder of files of"
                 " one of these formats"

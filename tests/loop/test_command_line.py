@@ -174,6 +174,9 @@ def test_typed_steps_replace_the_epochs_of_the_file(typed, steps, epochs):
         ("--recipe.class_path xml.dum.X", "has no attribute 'dum'; did you mean dom?"),
         ("--recipe.widht 3", "there is no setting recipe.widht; did you mean recipe.width?"),
         ("--config typo.yaml", "there is no setting optim.lrr; did you mean optim.lr?"),
+        ("--config inside.yaml", "recipe has only class_path and init_args: move steps to the top"),
+        ("--config beside.yaml", "only class_path and init_args: move width to init_args."),
+        ("--config almost.yaml", "only class_path and init_args; did you mean init_args?"),
         ("optim.lr=3e-3", "optim.lr is a setting: type it as --optim.lr."),
         # what is not a class is not called
         ("--recipe.class_path os.system", "recipe os.system: it is not a concrete class"),
@@ -213,6 +216,9 @@ def test_typed_steps_replace_the_epochs_of_the_file(typed, steps, epochs):
 )
 def test_a_mistake_is_one_sentence_and_a_typo_gets_the_similar_name(typed, sentence):
     Path("typo.yaml").write_text("optim: {lrr: 1}\n")
+    Path("inside.yaml").write_text("recipe: {class_path: sweep.Sweep, steps: 3}\n")
+    Path("beside.yaml").write_text("recipe: {class_path: sweep.Sweep, init_args: {}, width: 3}\n")
+    Path("almost.yaml").write_text("recipe: {class_path: sweep.Sweep, initargs: {width: 3}}\n")
     Path("broken.py").write_text("1 / 0\n")
     Path("broken_link.yaml").symlink_to("gone.yaml")
     with pytest.raises(ConfigError) as refusal:

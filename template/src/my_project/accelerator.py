@@ -100,9 +100,10 @@ def check_gpus(needed: int, available: int) -> None:
     """Refuse an accelerate config for more GPUs than torch finds."""
     if available < needed:
         visible = os.environ.get("CUDA_VISIBLE_DEVICES", "not set")
+        fewer = f", set --num_processes {available}" if available else ""
         raise ConfigError(
             f"the accelerate config asks for {needed} GPU(s), but torch finds {available}"
-            f" (CUDA_VISIBLE_DEVICES={visible}); fix the driver, set --num_processes, or use"
+            f" (CUDA_VISIBLE_DEVICES={visible}); fix the driver{fewer}, or use --config_file"
             " accelerate_configs/cpu.yaml or cpu_2_processes.yaml."
         )
 

@@ -8,7 +8,7 @@ file and line.
 import dataclasses
 import math
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn, SupportsFloat, TypeAlias
@@ -333,12 +333,12 @@ def check_best_metric(config: Config, validation_sets: Datasets) -> Config:
     return dataclasses.replace(config, evaluation=dataclasses.replace(evaluation, best_mode=mode))
 
 
-def no_such_metric(wanted: str, names: Iterable[str]) -> ConfigError:
+def no_such_metric(wanted: str, names: Collection[str]) -> ConfigError:
     """Return the error for a best_metric that an evaluation does not compute."""
-    return ConfigError(
-        f"evaluation.best_metric is {wanted}, but the evaluation computes"
-        f" {', '.join(names) or 'no metrics'}; choose one of these, or null."
-    )
+    computed = f"computes {', '.join(names)}; choose one of these, or null."
+    if not names:
+        computed = "has no results: the recipe has no metrics, or the data has no validation set."
+    return ConfigError(f"evaluation.best_metric is {wanted}, but the evaluation {computed}")
 
 
 # ---- error messages ------------------------------------------------------------------------------

@@ -259,7 +259,8 @@ def exception_failure(error: BaseException) -> Failure:
     elif cause == "lost contact":
         reason = f"lost contact with another process ({str(error).split('. ')[0]})"
     elif cause == "loader worker":
-        reason = f"a loader worker exited, perhaps killed for lack of memory ({reason})"
+        end = "was killed, perhaps for lack of memory" if "by signal" in reason else "exited"
+        reason = f"a loader worker {end} ({reason})"
     elif cause == "full shared memory":
         reason = f"/dev/shm is full ({reason}): make it larger, or lower batches.workers"
     would_repeat = cause == "exception" and not is_transient(error)

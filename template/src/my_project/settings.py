@@ -306,6 +306,12 @@ def _explained(message: str, parser: "ArgumentParser", sources: Iterable[Source]
     recipe = getattr(sys.modules.get(kind[2]), kind[3], None) if kind else None
     if wrong := wrong_setting(sources, recipe):
         return str(wrong)
+    groups = (source.get("recipe") for source in sources)
+    keys = {key for group in groups if isinstance(group, dict) for key in group}
+    for key in sorted(keys - {"class_path", "init_args"}):
+        place = "the top level" if key in Config.__dataclass_fields__ else "init_args"
+        hint = did_you_mean(key, ["class_path", "init_args"]) or f": move {key} to {place}."
+        return f"recipe has only class_path and init_args{hint}"
     if unknown:
         group, dashes, last = unknown.groups(default="")
         name = f"{group}.{last}".strip(".")

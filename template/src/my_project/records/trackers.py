@@ -17,6 +17,7 @@ from functools import partial
 from html import escape
 from importlib import import_module
 from pathlib import Path
+from shlex import quote
 from textwrap import indent
 from typing import Any
 
@@ -124,7 +125,7 @@ class Trackers:
             tracker.start()
             # store_init_configuration would open another file, which is shown as another run
             tracker.log({"config": indent(to_yaml(config), "    ")}, step=step)  # literal Markdown
-            self.run.trackers[name] = f"tensorboard --logdir {config.runs_folder}"
+            self.run.trackers[name] = f"tensorboard --logdir {quote(config.runs_folder)}"
             return tracker
         project = __name__.partition(".")[0]
         options: dict[str, str] = {}
