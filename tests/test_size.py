@@ -17,12 +17,12 @@ REPOSITORY = Path(__file__).resolve().parents[1]
 TEMPLATE = REPOSITORY / "template"
 PACKAGE = TEMPLATE / "src/my_project"
 CEILINGS = {
-    "lines of train.py and all that it imports": 8_944,
+    "lines of train.py and all that it imports": 8_956,
     "files of train.py and all that it imports": 55,
-    "lines of the package without tools/": 11_784,
+    "lines of the package without tools/": 11_796,
     "lines of tools/": 2_739,
     "lines of template/tests": 4_722,
-    "lines of template/tests and tests": 24_083,
+    "lines of template/tests and tests": 24_085,
     "settings": 60,
     "methods of a recipe": 14,
     "lines of launching/": 2_131,

@@ -286,6 +286,8 @@ def test_an_unused_parameter_ends_the_run_with_the_key_that_allows_it(tmp_path):
     config = make_config(tmp_path, Ragged(unused_parameter=True), steps=2)
     with pytest.raises(RuntimeError, match="`find_unused_parameters=True`"):
         run_world(2, train, config)
+    sentence = "Use forgotten in the loss, freeze it, or set --distributed.ddp.find_unused_param"
+    assert sentence in status(config)["reason"]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,5 +1,6 @@
 """Build the model, wrap it for DDP, autocast and torch.compile, and synchronize gradients."""
 
+import re
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
@@ -139,7 +140,18 @@ def refuse_unused(model: nn.Module) -> None:
     last step. So this calls DDP's own check in each step; the check has no public name.
     """
     if isinstance(model, DistributedDataParallel) and not model.find_unused_parameters:
-        model._check_reducer_finalized()
+        try:
+            model._check_reducer_finalized()
+        except RuntimeError as error:
+            named = model.module.model.named_parameters()
+            trained = [name for name, parameter in named if parameter.requires_grad]
+            found = re.search(r"did not receive grad for rank \d+: ([\d ]+)", str(error))
+            names = [trained[int(index)] for index in found[1].split()[:5]] if found else []
+            error.add_note(
+                f"Use {', '.join(names) or 'every parameter'} in the loss, freeze it, or set"
+                " --distributed.ddp.find_unused_parameters true."
+            )
+            raise
 
 
 def keep_gradients_in_buckets(config: Config, model: nn.Module, optimizer: Optimizer) -> None:
