@@ -386,25 +386,39 @@ def test_the_summary_names_no_process_that_the_launcher_killed(tiny, monkeypatch
     assert "rank 1" not in shown
 
 
+@pytest.mark.parametrize("cause", ["exception", "loader worker", "lost contact"])
+def test_frames_in_which_the_failure_of_another_process_was_noticed_are_not_shown(
+    tmp_path, capsys, cause
+):
+    frame = failures.Frame(file="src/own.py", line=3, function="step", code="", library=None)
+    ending(tmp_path, failures.record(reason="it ended", cause=cause, frames=[frame]), {0: 1})
+    assert ("src/own.py" in capsys.readouterr().err) == (cause == "exception")
+
+
+def ending(folder: Path, failure: failures.Failure, codes: dict[int, int], killed: Any = ()):
+    """Print the summary of a run that failed."""
+    Ending(
+        folder=folder,
+        logs=folder,
+        status=Status(outcome="failed", reason=f"rank 0: {failure.reason}"),
+        is_new=True,
+        is_first_node=True,
+        failures=[failure],
+        stop_signal="",
+        stop_signal_time=math.inf,
+        command="",
+        codes=codes,
+        killed=killed,
+    ).print()
+
+
 @pytest.mark.parametrize("signal_number", [signal.SIGKILL, signal.SIGABRT])
 def test_a_killed_rank_is_blamed_and_not_a_rank_that_lost_contact_with_it(
     tmp_path, capsys, signal_number
 ):
     """A rank that has lost contact may itself end by SIGABRT."""
     lost = failures.record(reason="lost contact", cause="lost contact")
-    Ending(
-        folder=tmp_path,
-        logs=tmp_path,
-        status=Status(outcome="failed", reason="rank 0: lost contact"),
-        is_new=True,
-        is_first_node=True,
-        failures=[lost],
-        stop_signal="",
-        stop_signal_time=math.inf,
-        command="",
-        codes={1: -signal_number, 0: 1, 2: -signal.SIGKILL},
-        killed=[2],
-    ).print()
+    ending(tmp_path, lost, {1: -signal_number, 0: 1, 2: -signal.SIGKILL}, killed=[2])
     shown = capsys.readouterr().err
     is_killed = signal_number == signal.SIGKILL
     assert (", rank 1 ---" in shown) == is_killed

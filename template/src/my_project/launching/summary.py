@@ -129,11 +129,12 @@ class Ending:
 
     def _print_failed(self) -> None:
         title, reason, calls = "failed", unexplained(self.codes, self.killed), []
-        # the frames in which a rank noticed the failure of another rank say little
+        # the frames in which a rank noticed the failure of another process say little
         is_consequence, silent = True, None
         if failure := self._first:
             is_consequence = failure.cause in CONSEQUENCES
-            frames = () if is_consequence else failure.frames
+            has_noticed = is_consequence or failure.cause == "loader worker"
+            frames = () if has_noticed else failure.frames
             calls = [f"  {frame.place}" for frame in frames if not frame.library]
             title += f" after step {failure.step} of {self.status.steps}" if failure.step else ""
             silent = self._silent if is_consequence else None
