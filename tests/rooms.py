@@ -117,7 +117,7 @@ ROOMS = (
         files=("provenance.py", "tools/reproduce.py"),
         word=r"provenance|\binstalled\(|code_digest|reproduce",
         lines={
-            "run_folder.py": 4,
+            "run_folder.py": 5,
             "manifest.py": 1,
             "checkpoint/saving.py": 1,
             "checkpoint/exporting.py": 1,

@@ -17,15 +17,15 @@ REPOSITORY = Path(__file__).resolve().parents[1]
 TEMPLATE = REPOSITORY / "template"
 PACKAGE = TEMPLATE / "src/my_project"
 CEILINGS = {
-    "lines of train.py and all that it imports": 8_956,
+    "lines of train.py and all that it imports": 8_997,
     "files of train.py and all that it imports": 55,
-    "lines of the package without tools/": 11_797,
-    "lines of tools/": 2_739,
-    "lines of template/tests": 4_722,
-    "lines of template/tests and tests": 24_094,
+    "lines of the package without tools/": 11_837,
+    "lines of tools/": 2_727,
+    "lines of template/tests": 4_733,
+    "lines of template/tests and tests": 24_195,
     "settings": 60,
     "methods of a recipe": 14,
-    "lines of launching/": 2_132,
+    "lines of launching/": 2_131,
     "lines of main in train.py": 40,
     "lines of train_step in train.py": 45,
     "Any per 1,000 lines without tools/ and launching/": 15,

@@ -208,6 +208,19 @@ def test_a_kill_at_any_change_of_the_mirror_changes_no_bit(tmp_path, uninterrupt
     assert at > 8
 
 
+def test_the_rest_of_a_killed_write_goes_with_its_checkpoint(tmp_path):
+    config = mirrored(tmp_path)
+    assert stopped_at(6, config) == [PREEMPTED]
+    folders = checkpoints(at_mirror(config))
+    for folder in folders:
+        (folder / "manifest.json.partial").touch()
+    (folders[0] / "manifest.json").unlink()  # so its upload was killed
+    assert run_world(1, train_with, "none 0 0", config) == [0]
+    left = [path for path in at_mirror(config).rglob("*.partial") if path.parent in folders]
+    assert all((path.parent / "manifest.json").exists() for path in left), left
+    assert not (folders[0] / "manifest.json.partial").exists()
+
+
 @pytest.mark.parametrize("processes", quick(1, [2, 1]))
 def test_killed_at_random_times_on_other_numbers_of_processes(tmp_path, uninterrupted, processes):
     rng = random.Random(processes)

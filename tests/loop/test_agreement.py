@@ -274,6 +274,24 @@ def test_reading_samples_changes_neither_the_dataset_nor_the_weights(tmp_path, m
     assert_same_weights(*configs)
 
 
+def test_data_info_is_compared_exactly_but_for_the_rounding_of_floats():
+    facts, is_same = agreement.data_info_facts, agreement.is_same_info
+    noise = np.random.RandomState(0).rand(2000)
+    rounded = [*(noise[:1000] * (1 + 2e-7)), *noise[1000:]]
+    assert is_same(facts([*noise]), facts(rounded))
+    assert is_same(facts({"a": float("nan")}), facts({"a": float("nan")}))
+    for one, other in [
+        ("v1.10", "v1.1"),
+        (123456.0, 123467.0),
+        (0.1307, 0.1308),
+        (1, 2),
+        ([1.0, "a"], [1.0, "b"]),
+        ([1.0], [1.0, 1.0]),
+        ([*noise], [*noise[:-1], 0.5]),
+    ]:
+        assert not is_same(facts(one), facts(other)), (one, other)
+
+
 # ---- what a sample holds -------------------------------------------------------------------------
 @dataclass
 class Pair:
@@ -345,7 +363,15 @@ def test_what_is_installed_is_no_code_of_the_user(tmp_path, monkeypatch):
 def test_a_damaged_file_of_an_earlier_start_is_passed_over(tmp_path):
     config = make_config(tmp_path, Differing(), steps=2)
     train(config)
-    for text in ("{", '{"data": {"a": 3}, "code": 5, "data_info": []}', "[]"):
+    bad = '{"data": {}, "code": {}, "data_info": {"words": %s}}'
+    texts = (
+        "{",
+        '{"data": {"a": 3}, "code": 5, "data_info": []}',
+        "[]",
+        bad % "[]",
+        bad % '["", "x"]',
+    )
+    for text in texts:
         (config.folder / agreement.FILE).write_text(text)
         config = change(config, steps=config.steps + 1, checks__data="end", checks__code="end")
         assert train(config) == 0

@@ -2,7 +2,7 @@
 
 import importlib
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -396,6 +396,23 @@ def test_a_misspelled_override_is_named_and_helpers_of_a_base_class_are_not(name
     assert not misspelled(type("Sub", (with_helper,), {wrong: method})())
     helper = type("Helper", (), {wrong: method})
     assert not misspelled(type("Sub", (helper,), {name: method})())
+    field = type("Field", (), {"__annotations__": {name: Any}})
+    assert not misspelled(type("Sub", (field,), {"__annotations__": {name: Any}, wrong: method})())
+
+
+def test_a_hook_that_a_method_of_the_recipe_calls_is_not_a_misspelled_override():
+    class Base:
+        def build_datasets(self, data_info: Any) -> Any:
+            return [self.build_dataset(one) for one in data_info]  # pyright: ignore
+
+    class Sub(Base):
+        def build_dataset(self, one: Any) -> Any: ...
+
+    class Other(Base):
+        def build_datasetss(self, data_info: Any) -> Any: ...
+
+    assert not misspelled(cast(Any, Sub()))
+    assert misspelled(cast(Any, Other())) == {"build_datasetss": "build_datasets"}
 
 
 def test_the_shipped_recipes_have_no_misspelled_method():

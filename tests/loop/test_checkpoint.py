@@ -26,7 +26,7 @@ from my_project.checkpoint import exporting, resuming, saving, shards
 from my_project.config import Config, ConfigError
 from my_project.files import TransientError, wait_until
 from my_project.run_files import checkpoints
-from my_project.run_folder import Run
+from my_project.run_folder import Run, refuse_other_run
 from my_project.state import TrainState
 from ragged import Ragged
 from runs import assert_same_weights, change, choose, make_config, records, status, train, weights
@@ -221,7 +221,7 @@ def test_a_checkpoint_of_another_run_replaces_no_run(trained, copied, tmp_path):
     other = change(trained, run_name="other", runs_folder=str(tmp_path), steps=4)
     assert train(other) == 0
     given, before = folder_of(other, 4), content(copied.folder)
-    with pytest.raises(ConfigError, match=r"holds another run .*choose another --run_name"):
+    with pytest.raises(ConfigError, match=r"did not begin with .*another --run_name"):
         train(change(copied, resume=str(given), steps=12))
     assert content(copied.folder) == before
     new = change(other, run_name="new", resume=str(given), steps=3)
@@ -229,9 +229,38 @@ def test_a_checkpoint_of_another_run_replaces_no_run(trained, copied, tmp_path):
         train(new)
     for steps in (5, 6):  # the second start finds the checkpoint of the first
         assert train(change(new, steps=steps)) == 0
-    shutil.copytree(other.folder, tmp_path / "backup")
-    backup = tmp_path / f"backup/checkpoints/{given.name}"
+    shutil.copytree(given, tmp_path / "backup/step_00000004")
+    backup = tmp_path / "backup/step_00000004"
     assert train(change(other, resume=str(backup), steps=6)) == 0
+
+
+def refusal(config: Config) -> str:
+    try:
+        refuse_other_run(config, 100)
+    except ConfigError as error:
+        return str(error)
+    return ""
+
+
+def test_only_a_run_that_surely_began_elsewhere_is_refused(copied, tmp_path):
+    """What cannot be read, or is not there, is for resuming.choose to judge."""
+    given = tmp_path / "other/checkpoints/step_00000004"
+    shutil.copytree(folder_of(copied, 4), given)
+    write_manifest(given, provenance={"run": "other"})
+    begun = change(copied, resume=str(given))
+    assert "holds a run that did not begin with" in refusal(begun)
+    assert refusal(change(copied, resume=str(tmp_path / "gone/step_00000400"))) == ""
+    elsewhere = tmp_path / "elsewhere"
+    (copied.folder / "checkpoints").rename(elsewhere)
+    (copied.folder / "checkpoints").symlink_to(elsewhere)
+    assert refusal(change(copied, resume=str(elsewhere / "step_00000004"))) == ""
+    write_manifest(folder_of(copied, 8), resumed_from=str(given))
+    assert refusal(begun) == ""
+    for step in (4, 6, 8, 10):
+        (folder_of(copied, step) / "manifest.json").write_text("{")
+    assert refusal(begun) == "", "the run may have begun there"
+    (copied.folder / "checkpoints").unlink()
+    assert "holds a run that did not begin with" in refusal(begun), "it has an export"
 
 
 def test_a_link_to_a_run_folder_is_the_same_run(tmp_path):

@@ -8,6 +8,7 @@ from typing import get_args, get_origin
 import pytest
 import yaml
 from my_project.config import ConfigError, each_setting
+from my_project.files import read_yaml
 from my_project.settings import NAME_LENGTH, OTHER_NAMES, parse
 
 CONFIG = """
@@ -82,6 +83,20 @@ def test_a_repeated_key_is_refused_where_yaml_would_keep_the_last(folder, text, 
     (folder / "repeated.yaml").write_text(text)
     with pytest.raises(ConfigError, match=problem):
         parse(["--config", "first.yaml", "--config", "repeated.yaml"])
+
+
+def test_keys_of_other_types_and_nested_merges_are_not_repeated(folder):
+    (folder / "nested.yaml").write_text(
+        "recipe:\n  init_args:\n    mix:\n      small: &small {eps: 1.0, decay: 2.0}\n"
+        "      large: &large\n        <<: *small\n        decay: 3.0\n"
+        "optim:\n  init_args:\n    <<: *large\n    table: {1: x, '1': y}\n"
+    )
+    settings = read_yaml(folder / "nested.yaml")
+    assert settings["optim"]["init_args"] == {"eps": 1.0, "decay": 3.0, "table": {1: "x", "1": "y"}}
+    for text in ("recipe: !!set [a]", "recipe: !!map [1]", "!!map [1]", "!!map xy", "[1, 2]"):
+        (folder / "odd.yaml").write_text(text)
+        with pytest.raises(ConfigError):
+            read_yaml(folder / "odd.yaml")
 
 
 def test_keys_that_override_merged_ones_are_not_repeated(folder):
@@ -175,8 +190,10 @@ def test_typed_steps_replace_the_epochs_of_the_file(typed, steps, epochs):
         ("--recipe.widht 3", "there is no setting recipe.widht; did you mean recipe.width?"),
         ("--config typo.yaml", "there is no setting optim.lrr; did you mean optim.lr?"),
         ("--config inside.yaml", "recipe has only class_path and init_args: move steps to the top"),
-        ("--config beside.yaml", "only class_path and init_args: move width to init_args."),
+        ("--config beside.yaml", "and init_args: if width is a setting of the recipe, move it to"),
         ("--config almost.yaml", "only class_path and init_args; did you mean init_args?"),
+        ("--config short.yaml", "there is no setting optim.lrr; did you mean optim.lr?"),
+        ("--config flag.yaml", "recipe has only class_path and init_args: if True is a setting"),
         ("optim.lr=3e-3", "optim.lr is a setting: type it as --optim.lr."),
         # what is not a class is not called
         ("--recipe.class_path os.system", "recipe os.system: it is not a concrete class"),
@@ -219,6 +236,8 @@ def test_a_mistake_is_one_sentence_and_a_typo_gets_the_similar_name(typed, sente
     Path("inside.yaml").write_text("recipe: {class_path: sweep.Sweep, steps: 3}\n")
     Path("beside.yaml").write_text("recipe: {class_path: sweep.Sweep, init_args: {}, width: 3}\n")
     Path("almost.yaml").write_text("recipe: {class_path: sweep.Sweep, initargs: {width: 3}}\n")
+    Path("short.yaml").write_text("recipe: {width: 3}\noptim: {lrr: 1}\n")
+    Path("flag.yaml").write_text("recipe: {class_path: sweep.Sweep, on: 3}\n")
     Path("broken.py").write_text("1 / 0\n")
     Path("broken_link.yaml").symlink_to("gone.yaml")
     with pytest.raises(ConfigError) as refusal:

@@ -328,3 +328,21 @@ def test_the_last_resort_is_set_anew_even_if_no_thread_can_write_stacks(monkeypa
     assert called == (
         [] if missing else ["timer_create", "sysv_signal", "timer_settime", "timer_delete"]
     )
+
+
+@pytest.mark.parametrize(
+    ("cause", "is_memory"),
+    [
+        ("is killed by signal: Killed. ", True),
+        ("is killed by signal: Segmentation fault. ", False),
+        ("exited unexpectedly with exit code 3.", False),
+    ],
+)
+def test_only_a_loader_worker_that_may_have_been_killed_is_said_to_lack_memory(cause, is_memory):
+    """torch names the signal or the exit code in the message, or only in the cause."""
+    caused = RuntimeError("DataLoader worker (pid(s) 5) exited unexpectedly")
+    caused.__cause__ = RuntimeError(f"DataLoader worker (pid 5) {cause}")
+    for error in (caused, caused.__cause__):
+        reason = failures.exception_failure(error).reason
+        assert reason.startswith("a loader worker exited")
+        assert ("lack of memory" in reason) == is_memory

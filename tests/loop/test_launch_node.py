@@ -466,6 +466,8 @@ def test_what_an_earlier_start_saved_does_not_hide_the_failure_of_the_last(tmp_p
 def test_only_causes_that_the_exit_code_allows_are_named(code, cause):
     causes = {"called os._exit", "crashed in C code", "memory"}
     assert [one for one in causes if one in unexplained({0: code, 1: 1}, [1])] == [cause]
+    aborted_too = unexplained({0: -signal.SIGABRT, 1: code}, ())
+    assert ("memory" in aborted_too) == (cause == "memory"), "others may abort because of it"
 
 
 def test_a_signal_without_a_name_has_its_number():

@@ -71,10 +71,6 @@ def test_all_parts_of_the_time_are_named_and_add_up(tmp_path):
     assert found["launcher"]["kept"] == pytest.approx(0.345)
     assert tool.in_words(Status(goodput=found)) == "27% of 2 min 10 s since the first launch"
     assert found["unknown_starts"] == 0
-    append(tmp_path / "starts.jsonl", line("start", "c.0", 9000))  # extends the run
-    append(tmp_path / "starts.jsonl", end("c.0", 9050, 9010, "finished", 30, 60, 60))
-    found = tool.goodput(tmp_path)
-    assert (found["launcher"]["seconds"], found["calendar"]["seconds"]) == (150, 180)
 
 
 def test_steps_whose_checkpoint_was_damaged_are_lost_too(tmp_path):

@@ -103,7 +103,7 @@ def check_gpus(needed: int, available: int) -> None:
         fewer = f", set --num_processes {available}" if available else ""
         raise ConfigError(
             f"the accelerate config asks for {needed} GPU(s), but torch finds {available}"
-            f" (CUDA_VISIBLE_DEVICES={visible}); fix the driver{fewer}, or use --config_file"
+            f" (CUDA_VISIBLE_DEVICES={visible}); fix the driver{fewer}, or use"
             " accelerate_configs/cpu.yaml or cpu_2_processes.yaml."
         )
 

@@ -337,7 +337,7 @@ def no_such_metric(wanted: str, names: Collection[str]) -> ConfigError:
     """Return the error for a best_metric that an evaluation does not compute."""
     computed = f"computes {', '.join(names)}; choose one of these, or null."
     if not names:
-        computed = "has no results: the recipe has no metrics, or the data has no validation set."
+        computed = "has no results: there are no metrics or no validation samples; set it to null."
     return ConfigError(f"evaluation.best_metric is {wanted}, but the evaluation {computed}")
 
 

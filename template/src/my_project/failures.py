@@ -259,7 +259,9 @@ def exception_failure(error: BaseException) -> Failure:
     elif cause == "lost contact":
         reason = f"lost contact with another process ({str(error).split('. ')[0]})"
     elif cause == "loader worker":
-        end = "was killed, perhaps for lack of memory" if "by signal" in reason else "exited"
+        # torch may name the signal or the exit code only in the cause
+        is_other = re.search(r"exit code|Segmentation|Aborted", f"{error} {error.__cause__}")
+        end = "exited" if is_other else "exited, perhaps killed for lack of memory"
         reason = f"a loader worker {end} ({reason})"
     elif cause == "full shared memory":
         reason = f"/dev/shm is full ({reason}): make it larger, or lower batches.workers"

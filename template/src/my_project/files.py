@@ -259,6 +259,30 @@ def check_temporary_folder(*, has_workers: bool) -> None:
 MAX_YAML_ALIASES = 50  # a few lines with ten aliases each can expand to more than fits in memory
 
 
+def refuse_repeated_keys(root: Any) -> None:
+    """Refuse a repeated key in a YAML node: YAML would silently keep only its last value.
+
+    Raises:
+        ValueError: a mapping has the same key twice.
+    """
+    nodes, seen = [root], set[int]()
+    while nodes:
+        node = nodes.pop()
+        if id(node) in seen or not isinstance(getattr(node, "value", None), list):
+            continue  # a scalar, or a node that an alias repeats
+        seen.add(id(node))
+        lines: dict[tuple[str, str], int] = {}
+        for item in node.value:
+            key, value = item if isinstance(item, tuple) else (None, item)
+            nodes.append(value)
+            if key is None or not isinstance(key.value, str) or key.value == "<<":
+                continue
+            line = key.start_mark.line + 1
+            if first := lines.get((key.tag, key.value)):
+                raise ValueError(f"{key.value} is in line {first} and again in line {line}")
+            lines[key.tag, key.value] = line
+
+
 def read_yaml(path: Path, *, follow: bool = True) -> dict[str, Any]:
     """Read a YAML file with settings.
 
@@ -272,26 +296,14 @@ def read_yaml(path: Path, *, follow: bool = True) -> dict[str, Any]:
     """
     import yaml
 
-    loader: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
-
-    class Loader(loader):
-        """Refuses a repeated key, of which YAML would silently keep only the last value."""
-
-        def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
-            lines: dict[str, int] = {}
-            for key in (key for key, _ in node.value if isinstance(key, yaml.ScalarNode)):
-                name, line = key.value, key.start_mark.line + 1
-                if name in lines and name != "<<":
-                    raise ValueError(f"{name} is in line {lines[name]} and again in line {line}")
-                lines[name] = line
-            return super().construct_mapping(node, deep)
-
+    loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
     try:
         text = read_own(path, follow=follow, most=MAX_YAML_BYTES).decode()
         aliases = sum(isinstance(e, yaml.AliasEvent) for e in yaml.parse(text, loader))
         if aliases > MAX_YAML_ALIASES:
             raise ValueError(f"it has {aliases} aliases; the limit is {MAX_YAML_ALIASES}")
-        settings = yaml.load(text, Loader) or {}
+        refuse_repeated_keys(yaml.compose(text, loader))
+        settings = yaml.load(text, loader) or {}
     except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
         raise ConfigError(f"{path} cannot be read: {' '.join(str(error).split())}.") from error
     if not isinstance(settings, dict):

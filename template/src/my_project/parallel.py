@@ -118,6 +118,8 @@ def wrap_in_ddp(
     placement = [False] if accelerator.device.type == "cpu" else None  # see build_on_device
     prepared = accelerator.prepare(wrapper, device_placement=placement)
     accelerator._models[-1] = prepared  # the DDP module, for release_groups (accelerator.py)
+    # for refuse_unused: DDP numbers the parameters that are trained now
+    vars(prepared)["trained_names"] = [n for n, p in model.named_parameters() if p.requires_grad]
     return prepared
 
 
@@ -143,10 +145,10 @@ def refuse_unused(model: nn.Module) -> None:
         try:
             model._check_reducer_finalized()
         except RuntimeError as error:
-            named = model.module.model.named_parameters()
-            trained = [name for name, parameter in named if parameter.requires_grad]
+            trained = dict(enumerate(vars(model).get("trained_names", ())))
             found = re.search(r"did not receive grad for rank \d+: ([\d ]+)", str(error))
-            names = [trained[int(index)] for index in found[1].split()[:5]] if found else []
+            indices = found[1].split()[:5] if found else []
+            names = [trained[int(index)] for index in indices if int(index) in trained]
             error.add_note(
                 f"Use {', '.join(names) or 'every parameter'} in the loss, freeze it, or set"
                 " --distributed.ddp.find_unused_parameters true."

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 from . import failures, files, run_files
 from . import manifest as manifests
@@ -419,34 +419,43 @@ def refuse_other_format(folder: Path) -> None:
 def refuse_other_run(config: Config, total_steps: int) -> None:
     """Refuse --resume <path> if the folder holds a run that did not begin there.
 
-    The run's results would be replaced. Also refuse a path that leaves nothing to train.
+    The run's results would be replaced. If the folder holds no run, refuse a checkpoint from after
+    the run's last step. A checkpoint that cannot be read is left to resuming.choose.
     """
-    own, given = run_files.checkpoints(config.folder), Path(config.resume)
-    if config.resume in ("auto", "never") or any(began_at(path, config.resume) for path in own):
+    given = Path(config.resume)
+    manifest = {} if config.resume in ("auto", "never") else _manifest(given)
+    own = run_files.checkpoints(config.folder)
+    folders = config.folder.resolve(), (config.folder / "checkpoints").resolve()  # may be a link
+    is_own = any(given.resolve().is_relative_to(folder) for folder in folders)
+    # a copy of an own checkpoint
+    is_own |= run_files.read_info(config.folder).run == manifest.get("provenance", {}).get("run")
+    if not manifest or is_own:
         return
-    given_run = run_files.read_info(given.parent.parent).run  # a copy of this run is allowed
-    is_same = given_run != "" and given_run == run_files.read_info(config.folder).run
-    if is_same or given.resolve().is_relative_to(config.folder.resolve()):
-        return
-    if own:
+    intact = [path for path in own if _manifest(path)]
+    has_results = not own and (config.folder / "export").exists()
+    if has_results or (intact and not any(began_at(path, config.resume) for path in intact)):
         raise ConfigError(
-            f"{config.folder} holds another run than --resume {given}, and its results would be"
-            " replaced: choose another --run_name."
+            f"{config.folder} holds a run that did not begin with --resume {given}, and its results"
+            " would be replaced: set --resume auto to continue that run, or another --run_name."
         )
-    step = run_files.checkpoint_step(given)
-    if 0 < total_steps < step:
+    if not own and 0 < total_steps < manifest["step"]:
         raise ConfigError(
-            f"--resume {given} is at step {step}, but the run ends at {total_steps}: give more"
-            " --steps or --epochs, or an earlier checkpoint."
+            f"--resume {given} is at step {manifest['step']}, but the run ends at {total_steps}:"
+            " give more --steps or --epochs, or an earlier checkpoint."
         )
+
+
+def _manifest(folder: Path) -> dict[str, Any]:
+    """Return the manifest of a checkpoint; {} if it cannot be read."""
+    with suppress(ValueError, OSError):
+        return {**manifests.read_manifest(folder)}
+    return {}
 
 
 def began_at(folder: Path, given: str) -> bool:
     """Return whether the run of a checkpoint began with --resume and this path."""
-    with suppress(ValueError, OSError):
-        path = manifests.read_manifest(folder)["resumed_from"]
-        return bool(path) and os.path.realpath(path) == os.path.realpath(given)
-    return False
+    path = _manifest(folder).get("resumed_from")
+    return bool(path) and os.path.realpath(path) == os.path.realpath(given)
 
 
 def _masked(name: str, settings: dict[str, files.Json]) -> str:

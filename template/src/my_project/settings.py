@@ -46,6 +46,7 @@ OTHER_NAMES = {  # what other training programs call a setting
     "output_dir": "runs_folder",
     "resume_from_checkpoint": "resume",
 }
+RECIPE_KEYS = {"class_path", "init_args"}
 NULLABLE = {name for name, kind, _ in each_setting() if fits(None, kind)} - {"recipe"}
 
 
@@ -306,19 +307,22 @@ def _explained(message: str, parser: "ArgumentParser", sources: Iterable[Source]
     recipe = getattr(sys.modules.get(kind[2]), kind[3], None) if kind else None
     if wrong := wrong_setting(sources, recipe):
         return str(wrong)
-    groups = (source.get("recipe") for source in sources)
-    keys = {key for group in groups if isinstance(group, dict) for key in group}
-    for key in sorted(keys - {"class_path", "init_args"}):
-        place = "the top level" if key in Config.__dataclass_fields__ else "init_args"
-        hint = did_you_mean(key, ["class_path", "init_args"]) or f": move {key} to {place}."
-        return f"recipe has only class_path and init_args{hint}"
+    for group in (source.get("recipe") for source in sources):
+        names = {str(name) for name in group} if isinstance(group, dict) else set()
+        # without these two, the keys are those of init_args
+        for name in sorted(names - RECIPE_KEYS) if names & RECIPE_KEYS else ():
+            hint = f": if {name} is a setting of the recipe, move it to init_args."
+            if name in Config.__dataclass_fields__:
+                hint = f": move {name} to the top level."
+            hint = did_you_mean(name, RECIPE_KEYS) or hint
+            return f"recipe has only class_path and init_args{hint}"
     if unknown:
         group, dashes, last = unknown.groups(default="")
         name = f"{group}.{last}".strip(".")
         fields = getattr(recipe, "__dataclass_fields__", {})
         paths = [*parser.get_defaults().keys(), *(f"recipe.{field}" for field in fields)]
         names = {path.rpartition(".")[2]: path for path in paths} | OTHER_NAMES
-        names |= {path: path for path in paths}
+        names |= {field: f"recipe.{field}" for field in fields} | {path: path for path in paths}
         similar = [names[match] for match in get_close_matches(name, names, n=1)]
         hint = f"did you mean {dashes}{similar[0]}?" if similar else "--help lists all settings."
         return f"there is no setting {dashes}{name}; {hint}"

@@ -16,6 +16,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from torch import nn
 
 from .. import files
@@ -29,6 +30,7 @@ from .data import Facts, Reading, content_hash, differing_names
 from .findings import Findings
 
 FILE = "agreement.json"
+MAX_FLOATS = 1000  # of an entry of data_info, that are compared with a tolerance
 PACKAGE = __name__.partition(".")[0]
 LIBRARIES = ("stdlib", "platstdlib", "purelib", "platlib")
 PYTHON = tuple(f"{sysconfig.get_path(name)}/" for name in LIBRARIES)
@@ -49,7 +51,7 @@ OWN_GENERATOR = (
 class Known:
     """What one rank knows about the data, code and model of a start."""
 
-    data_info: dict[str, str] = field(default_factory=dict)  # the hash of each entry
+    data_info: dict[str, list[Any]] = field(default_factory=dict)  # data_info_facts of each entry
     data: dict[str, Facts] = field(default_factory=dict)  # by the name of the dataset
     code: dict[str, str] = field(default_factory=dict)  # hashes of sources, by module
     model: list[str] = field(default_factory=list)  # the lines of the model's repr
@@ -73,8 +75,10 @@ class Known:
                 name: Facts(**facts | {"length": int(facts["length"])})
                 for name, facts in saved["data"].items()
             }
-            return cls(data_info=dict(saved["data_info"]), data=data, code=dict(saved["code"]))
-        except (KeyError, TypeError, ValueError, AttributeError):
+            info = saved["data_info"].items()
+            info = {k: [v[0], *map(float, v[1:])] for k, v in info if isinstance(v, list)}
+            return cls(data_info=info, data=data, code=dict(saved["code"]))
+        except (LookupError, TypeError, ValueError, AttributeError):
             return cls()
 
 
@@ -92,7 +96,7 @@ class Agreement:
         self.findings = findings
         self.run = findings.run
         self.path = self.run.folder / FILE
-        self.data_info = {name: data_info_hash(value) for name, value in data_info.items()}
+        self.data_info = {name: data_info_facts(value) for name, value in data_info.items()}
         self.datasets = {"the training set": train_set} | {
             f"validation set {name}": data for name, data in validation_sets.items()
         }
@@ -182,7 +186,8 @@ class Agreement:
             self.findings.passed("ranks", "data, code and model are the same on all ranks")
 
     def _compare_starts(self, now: Known, earlier: Known) -> None:
-        keys = differing_names(now.data_info, earlier.data_info)
+        infos = now.data_info, earlier.data_info
+        keys = [k for k in infos[0] if k in infos[1] and not is_same_info(infos[0][k], infos[1][k])]
         data = [f"{name} {text}" for name, text in now.differing_data(earlier).items()]
         data += [f"data_info has another {key}" for key in keys]
         for check, differing in {"data": data, "code": now.differing_code(earlier)}.items():
@@ -198,10 +203,27 @@ class Agreement:
                 self.findings.passed(check, "noted for the next start")
 
 
-def data_info_hash(value: Json) -> str:
-    """Hash a value of data_info, its numbers to 5 digits: other CPUs round differently."""
-    number = r"\d+\.\d+(e-?\d+)?"
-    return content_hash(re.sub(number, lambda match: f"{float(match[0]):.5g}", repr(value)))
+def data_info_facts(value: Json) -> list[str | float]:
+    """Return a hash of a value of data_info without its first MAX_FLOATS floats, then these floats.
+
+    Another type of CPU rounds a mean or a standard deviation differently.
+    """
+    floats: list[str | float] = []
+
+    def take(text: str) -> str:
+        if len(floats) == MAX_FLOATS:
+            return text
+        floats.append(float(text))
+        return "float"
+
+    rest = json.loads(json.dumps(value), parse_float=take)
+    return [content_hash(repr(rest)), *floats]
+
+
+def is_same_info(facts: list[Any], other: list[Any]) -> bool:
+    """Return whether two lists of data_info_facts are the same, apart from rounding."""
+    is_same = facts[0] == other[0] and len(facts) == len(other)
+    return is_same and np.allclose(facts[1:], other[1:], rtol=1e-5, atol=1e-9, equal_nan=True)
 
 
 # ---- the code of the user ------------------------------------------------------------------------

@@ -1,10 +1,10 @@
 """Read some samples of each dataset, and describe their content, so that it can be compared.
 
-Integers and text are kept as hashes (of a path or a URL, only the last part is hashed, since
-folders may depend on the node). Floating-point values and uint8 images are kept as
-three numbers, since another type of CPU rounds differently. A separate process, like a loader
-worker, reads the samples while the model is built. So the training process opens no file whose
-position its loader workers would share, and changes no dataset.
+Integers and text are kept as hashes (of a path from a root, or a URL, only the last part is hashed,
+since folders may depend on the node). Floating-point values and uint8 images are kept as three
+numbers, since another type of CPU rounds differently. A separate process, like a loader worker,
+reads the samples while the model is built. So the training process opens no file whose position its
+loader workers would share, and changes no dataset.
 """
 
 import dataclasses

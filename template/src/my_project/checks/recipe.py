@@ -7,6 +7,7 @@ from copy import deepcopy
 from difflib import get_close_matches
 from functools import partial
 from inspect import getmembers_static, isroutine, signature
+from types import CodeType
 from typing import Any
 
 import numpy as np
@@ -199,11 +200,17 @@ def check_settings(findings: Findings) -> None:
 def is_lone(recipe: Recipe, name: str, other: str) -> bool:
     """Return whether the recipe lacks another method, or only inherits it beside this one.
 
-    In the second case, this method may be a misspelled override of the other one. If a class
-    defines both, it is not.
+    In the second case, this method may be a misspelled override of the other one. It is not if a
+    class defines both, or if the recipe's own code uses its name.
     """
-    defined = [{name, other} & vars(kind).keys() for kind in type(recipe).__mro__]
-    return next(filter(None, defined)) == {name} and {name, other} not in defined
+    kinds = [vars(kind) for kind in type(recipe).__mro__]
+    defined = [{name, other} & {*kind, *kind.get("__annotations__", ())} for kind in kinds]
+    functions = (value for kind in kinds for value in kind.values())
+    codes = [code for function in functions if (code := getattr(function, "__code__", None))]
+    for code in codes:  # with the functions inside functions
+        codes += [const for const in code.co_consts if isinstance(const, CodeType)]
+    is_used = any(name in code.co_names for code in codes)
+    return next(filter(None, defined)) == {name} and {name, other} not in defined and not is_used
 
 
 def misspelled(recipe: Recipe) -> dict[str, str]:

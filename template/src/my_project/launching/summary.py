@@ -166,13 +166,12 @@ def unexplained(codes: dict[int, int], killed: Collection[int]) -> str:
     """Return what the exit codes say about processes that left no error file."""
     codes = {rank: code for rank, code in codes.items() if code and rank not in killed} or codes
     ended = [f"rank {rank} {how_it_ended(code)}" for rank, code in codes.items()]
-    first = next(iter(codes.values()), 0)
     cause = "it called os._exit, or C code ended it"
-    if first < 0:
+    if min(codes.values(), default=0) < 0:
         cause = "it crashed in C code, or was sent the signal"
-    if first == -signal.SIGKILL:
+    if -signal.SIGKILL in codes.values():  # others may have ended because of this one
         cause = "it was killed, perhaps because the host ran out of memory"
-    return f"a process ended without an error file ({', '.join(ended[:4])}): {cause}."
+    return f"a process ended without an error file ({', '.join(ended[:4]) or 'no code'}): {cause}."
 
 
 def how_it_ended(code: int) -> str:

@@ -167,10 +167,14 @@ class Store:
         flush_to_disk(path)
 
     def remove(self, *names: str) -> None:
-        """Remove files, one after the other; missing files are ignored."""
+        """Remove files, one after the other, and what a killed `write` of them left.
+
+        Missing files are ignored.
+        """
         for name in names:
-            with suppress(FileNotFoundError), self._errors():
-                self.fs.rm_file(f"{self.root}/{name}")
+            for path in (name, f"{name}{PARTIAL}") if self.is_local else (name,):
+                with suppress(FileNotFoundError), self._errors():
+                    self.fs.rm_file(f"{self.root}/{path}")
 
     def move_aside(self) -> str:
         """Move all complete files to an unused URL beside this one, and return that URL.

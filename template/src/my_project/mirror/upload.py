@@ -131,7 +131,8 @@ class Mirror:
             matches = filter(None, map(IN_CHECKPOINT.fullmatch, names))
             complete = {*map(checkpoint_name, complete_steps(names))}
             # files of checkpoints whose upload was killed
-            self.store.remove(*(match[0] for match in matches if match[1] not in complete))
+            for match in (match for match in matches if match[1] not in complete):
+                self.store.remove(match[0], f"{match[1]}/manifest.json")
         threading.Thread(target=self._work, name="mirror", daemon=True).start()
 
     def check(self) -> None:

@@ -3,7 +3,6 @@
 import math
 from bisect import bisect_right
 from dataclasses import dataclass
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +24,6 @@ class Span:
     first_step_time: float | None = None
     last: float  # the newest record
     is_lost: bool  # it failed, or later starts did some of its steps again
-    is_finished: bool  # it finished the run; a later start extended it
     # the last step that is kept: later starts repeated the steps after it or, after a failure, will
     # have to repeat them
     kept_step: float
@@ -38,8 +36,7 @@ def goodput(folder: Path) -> dict[str, Any]:
 
     Returns:
         "launcher" (the time in which a launcher ran) and "calendar" (the time since the first
-        launcher began, without the time between the end of a run and its extension): "seconds", and
-        the share of each of PARTS; in "calendar" also "down".
+        launcher began): "seconds", and the share of each of PARTS; in "calendar" also "down".
         "unknown_starts": the number of starts at times when, according to starts.jsonl, no launcher
         ran: accelerate launch or torchrun started them. {} if no start is in starts.jsonl, or if
         times are damaged.
@@ -76,10 +73,7 @@ def goodput(folder: Path) -> dict[str, Any]:
     pauses = sums["data"] + sums["saving"] + sums["evaluation"]
     sums["kept"] = max(0.0, sums["kept"] - pauses)
     launcher = sum(sums.values())
-    calendar = max(start.ended or start.last for start in starts) - began[0]
-    for start, following in pairwise(starts):
-        calendar -= following.began - (start.ended or start.last) if start.is_finished else 0.0
-    calendar = max(launcher, calendar)
+    calendar = max(launcher, max(start.ended or start.last for start in starts) - began[0])
     if not math.isfinite(launcher + calendar):  # damaged times
         return {}
     return {
@@ -96,14 +90,7 @@ def spans(folder: Path) -> list[Span]:
     for begin, end in reversed(each_start(folder)):
         is_lost = end is not None and end.outcome not in ENDED  # without an end: maybe under way
         kept = min(kept_step, (end.checkpoint or 0) if end and is_lost else math.inf)
-        is_finished = end is not None and end.outcome == "finished"
-        span = Span(
-            began=begin.time,
-            last=begin.time,
-            is_lost=is_lost,
-            is_finished=is_finished,
-            kept_step=kept,
-        )
+        span = Span(began=begin.time, last=begin.time, is_lost=is_lost, kept_step=kept)
         if end:
             span.ended, span.first_step_time = end.time, end.first_step_time
             span.is_lost |= (end.step or 0) > kept
