@@ -221,7 +221,7 @@ def test_a_checkpoint_of_another_run_replaces_no_run(trained, copied, tmp_path):
     other = change(trained, run_name="other", runs_folder=str(tmp_path), steps=4)
     assert train(other) == 0
     given, before = folder_of(other, 4), content(copied.folder)
-    with pytest.raises(ConfigError, match=r"did not begin with .*another --run_name"):
+    with pytest.raises(ConfigError, match=r"holds a run, but no .*another --run_name"):
         train(change(copied, resume=str(given), steps=12))
     assert content(copied.folder) == before
     new = change(other, run_name="new", resume=str(given), steps=3)
@@ -248,7 +248,7 @@ def test_only_a_run_that_surely_began_elsewhere_is_refused(copied, tmp_path):
     shutil.copytree(folder_of(copied, 4), given)
     write_manifest(given, provenance={"run": "other"})
     begun = change(copied, resume=str(given))
-    assert "holds a run that did not begin with" in refusal(begun)
+    assert "but no checkpoint that shows" in refusal(begun)
     assert refusal(change(copied, resume=str(tmp_path / "gone/step_00000400"))) == ""
     elsewhere = tmp_path / "elsewhere"
     (copied.folder / "checkpoints").rename(elsewhere)
@@ -260,7 +260,7 @@ def test_only_a_run_that_surely_began_elsewhere_is_refused(copied, tmp_path):
         (folder_of(copied, step) / "manifest.json").write_text("{")
     assert refusal(begun) == "", "the run may have begun there"
     (copied.folder / "checkpoints").unlink()
-    assert "holds a run that did not begin with" in refusal(begun), "it has an export"
+    assert "but no checkpoint that shows" in refusal(begun), "it has an export"
 
 
 def test_a_link_to_a_run_folder_is_the_same_run(tmp_path):
