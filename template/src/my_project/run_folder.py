@@ -435,8 +435,8 @@ def refuse_other_run(config: Config, total_steps: int) -> None:
     has_results = not own and (config.folder / "export").exists()
     if has_results or (intact and not any(began_at(path, config.resume) for path in intact)):
         raise ConfigError(
-            f"{config.folder} holds a run, but no checkpoint that shows --resume {given} as its start."
-            " Its results would be replaced: set --resume auto to continue it, or another --run_name."
+            f"{config.folder} holds a run, but no checkpoint shows that it began at {given}."
+            " Its results would be replaced: set --resume auto, or choose another --run_name."
         )
     if not own and 0 < total_steps < manifest["step"]:
         raise ConfigError(
